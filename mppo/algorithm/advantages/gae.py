@@ -1,0 +1,41 @@
+"""Generalised advantage estimation, 1506.02438."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mppo.algorithm.advantages.base import (
+    ESTIMATORS,
+    AdvantageInputs,
+    Advantages,
+    discounted_suffix_sum,
+    whiten,
+)
+
+
+@dataclass(frozen=True)
+class GaeConfig:
+    gamma: float = 1.0
+    """Discount per action."""
+    lam: float = 1.0
+    """The exponential weight of n-step returns: 0 is one-step TD, 1 is Monte Carlo."""
+
+
+@ESTIMATORS.register("gae", config=GaeConfig, critic=True)
+def gae(x: AdvantageInputs, config: GaeConfig) -> Advantages:
+    """`delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, then whitened over the batch.
+
+    t+1 is the next *action* of the trajectory: what the mask hides (tool output, say) is stepped over.
+    Returns are `A + V` before whitening.
+    """
+    actions = x.mask.bool().nonzero().squeeze(-1)
+    ids, rewards, values = x.segments.ids[actions], x.rewards[actions], x.values[actions]
+
+    next_values = torch.zeros_like(values)
+    next_values[:-1] = torch.where(ids[1:] == ids[:-1], values[1:], 0.0)
+    deltas = rewards + config.gamma * next_values - values
+    advantages = discounted_suffix_sum(deltas, ids, config.gamma * config.lam)
+
+    raw = torch.zeros_like(x.values).index_copy(0, actions, advantages)
+    returns = torch.zeros_like(x.values).index_copy(0, actions, advantages + values)
+    return Advantages(whiten(raw, x.mask, x.reduce_sum), returns)

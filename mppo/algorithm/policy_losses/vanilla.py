@@ -1,0 +1,58 @@
+"""PPO's clipped surrogate: 1707.06347; dual clip 1912.09729; asymmetric clip 2503.14476 (DAPO)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mppo.algorithm.kl import LOG_RATIO_LIMIT
+from mppo.algorithm.policy_losses.base import POLICY_LOSSES, PolicyInputs, TokenLosses
+from mppo.algorithm.statistics import TokenStatistic
+from mppo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class VanillaConfig:
+    clip_ratio: float = 0.2
+    """epsilon on both sides, unless a side is given."""
+    clip_ratio_low: float | None = None
+    """The ratio is clipped below at 1 - this."""
+    clip_ratio_high: float | None = None
+    """The ratio is clipped above at 1 + this."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: with a negative advantage the objective is never below C times the advantage. C > 1."""
+
+    def __post_init__(self):
+        if self.clip_ratio_c <= 1.0:
+            raise ConfigError(f"policy_loss.clip_ratio_c is {self.clip_ratio_c}; it must be greater than 1")
+        if self.clip_ratio < 0 or self.low < 0 or self.high < 0:
+            raise ConfigError("policy_loss.clip_ratio and its sides must not be negative")
+
+    @property
+    def low(self) -> float:
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def high(self) -> float:
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+@POLICY_LOSSES.register("vanilla", config=VanillaConfig, loss_agg_mode="token-mean")
+def vanilla(x: PolicyInputs, config: VanillaConfig) -> TokenLosses:
+    """`-min(r A, clip(r, 1-low, 1+high) A)`, and for A < 0 at most `-C A`; r the probability ratio."""
+    A, C = x.advantages, config.clip_ratio_c
+    ratio = torch.exp(x.log_ratio)
+    unclipped = -A * ratio
+    clipped = -A * ratio.clamp(1 - config.low, 1 + config.high)
+    pessimistic = torch.maximum(unclipped, clipped)
+    loss = torch.where(A < 0, torch.minimum(pessimistic, -C * A), pessimistic)
+
+    saturated = (x.log_probs - x.old_log_probs).abs() > LOG_RATIO_LIMIT
+    return TokenLosses(
+        loss,
+        {
+            "pg_clipfrac": TokenStatistic((clipped > unclipped).float()),
+            "pg_clipfrac_lower": TokenStatistic(((pessimistic > -C * A) & (A < 0)).float()),
+            "ppo_kl": TokenStatistic(-x.log_ratio),
+            "log_ratio_saturated": TokenStatistic(saturated.float()),
+        },
+    )

@@ -1,0 +1,162 @@
+"""Trajectories packed end to end: the one coordinate system of mppo.
+
+Index t of every per-token field is about predicting `tokens[t+1]`: the logits at t, the value of state t, the
+mask, reward and advantage of the action taken there. The shift by one happens in `pack` and nowhere else.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from mppo.algorithm.segments import Segments
+from mppo.batch.trajectory import Trajectory
+
+
+def _per_token(**kwargs):
+    return field(metadata={"per_token": True}, **kwargs)
+
+
+def _per_trajectory(**kwargs):
+    return field(metadata={"per_trajectory": True}, **kwargs)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """S trajectories in T positions. All per-token fields are cut alike (`select`)."""
+
+    cu_seqlens: Tensor
+    """`[S+1]` int32 on the host: boundaries of the trajectories."""
+    indices: Tensor = _per_trajectory()
+    """`[S]` long: place of each trajectory in the global batch; -1 for padding."""
+    groups: Tensor = _per_trajectory()
+    """`[S]` long: prompt group of each trajectory."""
+    tokens: Tensor = _per_token()
+    """`[T]` long."""
+    labels: Tensor = _per_token()
+    """`[T]` long: the next token of the trajectory; 0 at its last position, which is never an action."""
+    positions: Tensor = _per_token()
+    """`[T]` long: place within the trajectory."""
+    mask: Tensor = _per_token()
+    """`[T]` bool: actions that train (the reference's response_mask)."""
+    rollout_log_probs: Tensor = _per_token()
+    """`[T]`: under the policy that generated."""
+    rewards: Tensor = _per_token()
+    """`[T]`: token-level rewards; the outcome stands at the last action."""
+    old_log_probs: Tensor | None = _per_token(default=None)
+    """`[T]`: the PPO anchor."""
+    ref_log_probs: Tensor | None = _per_token(default=None)
+    """`[T]`: the frozen reference."""
+    values: Tensor | None = _per_token(default=None)
+    """`[T]`: the critic before its update."""
+    advantages: Tensor | None = _per_token(default=None)
+    returns: Tensor | None = _per_token(default=None)
+    weights: Tensor | None = _per_token(default=None)
+    """`[T]`: what each token loss counts in the objective at hand (see `mppo.algorithm.aggregation`)."""
+    origin: Tensor | None = _per_token(default=None)
+    """`[T]` long: position in the batch that this one was selected from; -1 for padding."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each trajectory."""
+        return self.cu_seqlens.diff().tolist()
+
+    @property
+    def segments(self) -> Segments:
+        return Segments.from_cu_seqlens(self.cu_seqlens.to(self.tokens.device))
+
+    def with_fields(self, **values: Tensor) -> "PackedBatch":
+        return replace(self, **values)
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        """Move everything but the boundaries, which the host reads."""
+        return self._map(lambda x: x.to(device, non_blocking=True))
+
+    def _map(self, fn) -> "PackedBatch":
+        moved = {
+            f.name: fn(getattr(self, f.name)) for f in fields(self) if f.metadata and getattr(self, f.name) is not None
+        }
+        return replace(self, **moved)
+
+    def select(self, which: list[int]) -> "PackedBatch":
+        """The trajectories at local places `which`, in that order, with `origin` pointing back here."""
+        rows = torch.tensor(which, dtype=torch.long)
+        starts = self.cu_seqlens[:-1].long()[rows]
+        lengths = self.cu_seqlens.diff().long()[rows]
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+        shift = torch.repeat_interleave(starts - cu_seqlens[:-1], lengths)
+        origin = (torch.arange(int(cu_seqlens[-1])) + shift).to(self.tokens.device)
+        rows = rows.to(self.tokens.device)
+        values = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.metadata and value is not None:
+                values[f.name] = value[origin if "per_token" in f.metadata else rows]
+        values["origin"] = origin
+        return replace(self, cu_seqlens=cu_seqlens.int(), **values)
+
+    def pad_to_multiple(self, multiple: int) -> "PackedBatch":
+        """Append one run of masked positions so that T is a positive multiple of `multiple`.
+
+        Padding is no trajectory: its index is -1, its mask False, and it counts nowhere.
+        """
+        short = -len(self) % multiple if len(self) else multiple
+        if not short:
+            return self
+        values = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.metadata and value is not None:
+                fill = -1 if f.name in ("indices", "groups", "origin") else 0
+                extra = short if "per_token" in f.metadata else 1
+                values[f.name] = torch.cat([value, value.new_full((extra,), fill)])
+        values["positions"][-short:] = torch.arange(short, device=self.tokens.device)
+        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + short]), **values)
+
+    def gather_back(self, pieces: list["PackedBatch"], values: list[Tensor]) -> Tensor:
+        """`[T]`: put what was computed on pieces of this batch back to where each position came from."""
+        result = torch.zeros(len(self), dtype=values[0].dtype if values else torch.float32, device=self.tokens.device)
+        for piece, value in zip(pieces, values, strict=True):
+            real = piece.origin >= 0
+            result[piece.origin[real]] = value.to(result.device)[real]
+        return result
+
+
+def pack(trajectories: list[Trajectory]) -> PackedBatch:
+    """Lay trajectories end to end and shift their fields from token to state coordinates, once and for all."""
+
+    def states(per_token: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """`[L]` each, about token i -> `[T]`, about predicting token t+1."""
+        shifted = [torch.cat([x[1:], x.new_zeros(1)]) for x in per_token]
+        return torch.cat(shifted).to(dtype) if shifted else torch.zeros(0, dtype=dtype)
+
+    lengths = torch.tensor([0] + [len(t) for t in trajectories], dtype=torch.long)
+    return PackedBatch(
+        cu_seqlens=lengths.cumsum(0).int(),
+        indices=torch.tensor([t.index for t in trajectories], dtype=torch.long),
+        groups=torch.tensor([t.group for t in trajectories], dtype=torch.long),
+        tokens=torch.cat([t.tokens for t in trajectories]) if trajectories else torch.zeros(0, dtype=torch.long),
+        labels=states([t.tokens for t in trajectories], torch.long),
+        positions=torch.cat([torch.arange(n) for n in lengths[1:]] or [torch.zeros(0, dtype=torch.long)]),
+        mask=states([t.action_mask for t in trajectories], torch.bool),
+        rollout_log_probs=states([t.rollout_log_probs for t in trajectories], torch.float32),
+        rewards=states([_token_rewards(t) for t in trajectories], torch.float32),
+    )
+
+
+def unpack(batch: PackedBatch, values: Tensor) -> list[Tensor]:
+    """`[T]` in state coordinates -> one `[L]` vector per trajectory in token coordinates (entry 0 is 0)."""
+    pieces = values.split(batch.lengths)
+    return [torch.cat([piece.new_zeros(1), piece[:-1]]) for piece in pieces]
+
+
+def _token_rewards(trajectory: Trajectory) -> Tensor:
+    dense = trajectory.token_rewards
+    rewards = torch.zeros(len(trajectory)) if dense is None else dense.clone()
+    actions = trajectory.action_mask.nonzero()
+    if len(actions):
+        rewards[actions[-1]] += trajectory.reward
+    return rewards

@@ -1,0 +1,65 @@
+"""One rollout: what the engine read and wrote, token by token."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mppo.errors import DataError
+
+
+@dataclass
+class Trajectory:
+    """A prompt and what followed, in *token* coordinates: entry i of a vector is about token i.
+
+    The shift to state coordinates (entry t is about predicting token t+1) happens when it is packed.
+    """
+
+    index: int
+    """Place in the global batch of the step: prompt group times samples per prompt plus sample."""
+    group: int
+    """Which prompt of the step it answers."""
+    tokens: Tensor
+    """`[L]` long: prompt and response."""
+    action_mask: Tensor
+    """`[L]` bool: token i was sampled by the policy; False for the prompt and for tool output."""
+    rollout_log_probs: Tensor
+    """`[L]` float32: log-prob of token i under the engine's policy; 0 where it is not an action."""
+    finish_reason: str = "stop"
+    """`stop`, `length` or `abort`."""
+    weight_version: int = 0
+    """The version of the weights that generated it."""
+    reward: float = 0.0
+    """The outcome reward; it is given at the last action."""
+    token_rewards: Tensor | None = None
+    """`[L]` float32: rewards of single actions, in addition to the outcome."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Named parts that a reward function reported."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def actions(self) -> int:
+        return int(self.action_mask.sum())
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise DataError, naming the trajectory, when its vectors do not fit together or an id is out of range."""
+        where = f"trajectory {self.index} (prompt {self.group})"
+        for name in ("action_mask", "rollout_log_probs", "token_rewards"):
+            vector = getattr(self, name)
+            if vector is not None and vector.shape != self.tokens.shape:
+                raise DataError(f"{where}: {name} has shape {tuple(vector.shape)}, tokens {tuple(self.tokens.shape)}")
+        if len(self.tokens) == 0:
+            raise DataError(f"{where}: no tokens")
+        if bool(self.action_mask[0]):
+            raise DataError(f"{where}: the first token is an action, but no state comes before it; give a prompt")
+        outside = (self.tokens < 0) | (self.tokens >= vocab_size)
+        if bool(outside.any()):
+            at = int(outside.nonzero()[0])
+            raise DataError(
+                f"{where}: token {at} has id {int(self.tokens[at])}, outside the vocabulary of {vocab_size}; "
+                "is the tokenizer the model's own?"
+            )
+        if not bool(torch.isfinite(self.rollout_log_probs[self.action_mask]).all()):
+            raise DataError(f"{where}: the engine returned a log-prob that is not finite")

@@ -1,0 +1,21 @@
+"""The errors mppo raises for bad input. Each message names the field, file or sample, and the fix."""
+
+
+class MppoError(Exception):
+    """Base of every error that is the user's to fix; the command line prints it without a traceback."""
+
+
+class ConfigError(MppoError, ValueError):
+    """A configuration field is unknown, contradictory, out of range, or would be ignored."""
+
+
+class ModelError(MppoError, ValueError):
+    """A model folder is missing, incomplete, or of an architecture mppo does not know."""
+
+
+class DataError(MppoError, ValueError):
+    """A prompt file, a prompt or a trajectory cannot be used."""
+
+
+class RewardError(MppoError, ValueError):
+    """A reward function raised, or returned something that is not a finite number."""

@@ -1,0 +1,74 @@
+"""The few collectives of the control plane, each called by every rank whatever it holds."""
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.algorithm.statistics import Ratio
+from mppo.megatron import platform
+from mppo.megatron.topology import Topology
+
+
+def sum_over_data_parallel(x: Tensor, topology: Topology) -> Tensor:
+    """All-reduce a copy of `x` over the data-parallel group."""
+    total = x.to(platform.device()).clone()
+    dist.all_reduce(total, group=topology.dp_group)
+    return total.to(x.device)
+
+
+def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tensor:
+    """Give every pipeline stage what the last one holds; `like` has its shape and dtype."""
+    if topology.pp == 1:
+        return x
+    value = x if topology.is_last_stage else torch.empty_like(like)
+    value = value.to(platform.device())
+    dist.broadcast(value, topology.last_stage_rank, group=topology.pp_group)
+    return value.to(like.device)
+
+
+def reduce_statistics(statistics: dict[str, Ratio], topology: Topology) -> dict[str, float]:
+    """Metrics of a mini-batch, exact over the global batch: one all-reduce over DP, one broadcast over PP."""
+    values: list[dict[str, float]] = [{}]
+    if topology.is_last_stage:
+        names = sorted(statistics)
+        table = torch.stack([torch.stack([statistics[n].numerator, statistics[n].denominator]) for n in names])
+        table = sum_over_data_parallel(table, topology).cpu()
+        values = [{n: Ratio(*row).value for n, row in zip(names, table, strict=True)}]
+    if topology.pp > 1:
+        dist.broadcast_object_list(values, topology.last_stage_rank, group=topology.pp_group)
+    return values[0]
+
+
+def gather_from_all(item: Any) -> list[Any]:
+    """One Python object of each rank of the world, on every rank, in rank order."""
+    items = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def exchange(outgoing: list[Any]) -> list[Any]:
+    """`outgoing[r]` goes to rank r; returns what every rank sent here, in rank order.
+
+    Each rank receives only what is addressed to it.
+    """
+    payloads = [_to_bytes(item) for item in outgoing]
+    sizes = torch.tensor([len(p) for p in payloads], device=platform.device())
+    incoming_sizes = torch.empty_like(sizes)
+    dist.all_to_all_single(incoming_sizes, sizes)
+    incoming_sizes = incoming_sizes.tolist()
+    received = torch.empty(sum(incoming_sizes), dtype=torch.uint8, device=platform.device())
+    dist.all_to_all_single(
+        received, torch.cat(payloads).to(platform.device()), incoming_sizes, [len(p) for p in payloads]
+    )
+    return [_from_bytes(piece) for piece in received.cpu().split(incoming_sizes)]
+
+
+def _to_bytes(item: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+
+
+def _from_bytes(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

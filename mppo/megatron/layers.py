@@ -1,0 +1,96 @@
+"""Layer specs: Transformer Engine's where it is installed, otherwise Megatron's local ones with our own attention."""
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mppo.megatron import platform
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """The stock torch norm refuses sequence parallelism; a weight left unmarked would miss its gradient reduction."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.returns_residual = False  # asked for by megatron-core 0.19
+
+
+@dataclass
+class HostPackedSeqParams(PackedSeqParams):
+    """Megatron's packed-sequence parameters, with the lengths on the host too, so that no layer waits for them."""
+
+    lengths: tuple[int, ...] = ()
+
+
+def packed_seq_params(cu_seqlens: Tensor, device: torch.device) -> HostPackedSeqParams:
+    """From the `[S+1]` boundaries on the host."""
+    on_device = cu_seqlens.to(device=device, dtype=torch.int32)
+    lengths = tuple(cu_seqlens.diff().tolist())
+    longest = max(lengths)
+    return HostPackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=on_device,
+        cu_seqlens_kv=on_device,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+    )
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each packed sequence: no padding, no look across a boundary; grouped queries.
+
+    Neighbours of the same length are attended to in one call.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_):
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, packed_seq_params=None, **_
+    ) -> Tensor:
+        """query `[T, heads, d]`, key and value `[T, groups, d]` -> `[T, heads * d]`.
+
+        Raises ValueError when the batch is not packed: mppo has no other kind.
+        """
+        if packed_seq_params is None:
+            raise ValueError("PackedAttention needs packed_seq_params (see mppo.megatron.layers.packed_seq_params)")
+        outputs, start = [], 0
+        for length, run in groupby(packed_seq_params.lengths):
+            count = len(list(run))
+            rows = slice(start, start + count * length)
+            q, k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+            start = rows.stop
+        return torch.cat(outputs).flatten(1)
+
+
+def decoder_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
+    """The spec of one model chunk's decoder."""
+    if platform.has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)

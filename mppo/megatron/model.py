@@ -1,0 +1,133 @@
+"""Megatron-core models from a ModelConfig: policy and value chunks, and the wrappers training needs."""
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mppo.config import ParallelConfig
+from mppo.megatron import platform
+from mppo.megatron.layers import decoder_spec
+from mppo.megatron.model_config import ModelConfig
+from mppo.megatron.profiling import RangeTimers
+
+
+def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron-core's configuration of `model` under `parallel`, with the per-token loss that the hook relies on."""
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not platform.has_cuda(),
+        perform_initialization=False,  # every parameter is loaded
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, dense models too
+        # The interleaved schedule swaps tensors silently over batched p2p with two stages; and with overlapped p2p
+        # a freed output may still be on its way.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=not interleaved,
+        calculate_per_token_loss=True,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        timers=RangeTimers(),
+    )
+
+
+class ValueHead(torch.nn.Linear):
+    """A scalar per position in place of the output layer, with its calling convention. Starts at zero."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=platform.device())
+        torch.nn.init.zeros_(self.weight)
+        self.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor, weight=None, runtime_gather_output=None) -> tuple[Tensor, None]:
+        """hidden `[T or T/tp, 1, H]` -> values `[T, 1, 1]` in float32."""
+        values = super().forward(hidden).float()
+        if self.sequence_parallel:
+            values = tensor_parallel.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def build_chunks(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    *,
+    value_head: bool = False,
+) -> list[MegatronModule]:
+    """This rank's model chunks (one, or one per virtual stage), uninitialised but for a zero value head."""
+    config = transformer_config(model, parallel, dtype)
+    stages: list[int | None] = [None]
+    if parallel.virtual_pipeline_model_parallel_size:
+        stages = list(range(parallel.virtual_pipeline_model_parallel_size))
+    chunks = [_build_chunk(model, config, stage, value_head) for stage in stages]
+    return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
+
+
+def _build_chunk(model: ModelConfig, config: TransformerConfig, vp_stage: int | None, value_head: bool) -> GPTModel:
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=decoder_spec(config, vp_stage),
+        vocab_size=model.padded_vocab_size(config.tensor_model_parallel_size),
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tie_word_embeddings and not value_head,
+        position_embedding_type="rope",
+        rotary_base=model.rope_theta,
+        rope_scaling=model.rope_scaling is not None,
+        rope_scaling_factor=model.rope_scaling.factor if model.rope_scaling else 8.0,
+        vp_stage=vp_stage,
+    )
+    if value_head and chunk.post_process:
+        chunk.output_layer = ValueHead(config)
+    return chunk.to(platform.device())
+
+
+def wrap_for_training(chunks: list[MegatronModule], use_distributed_optimizer: bool) -> list[DistributedDataParallel]:
+    """Give the chunks gradient buffers (fp32) and the data-parallel reduction."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=use_distributed_optimizer
+    )
+    wrapped = [
+        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=place > 0)
+        for place, chunk in enumerate(chunks)
+    ]
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    return wrapped

@@ -1,0 +1,36 @@
+"""The numbers of a decoder-only transformer, free of any one library's names. Imports nothing of Megatron."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3's frequency scaling. Megatron-core fixes the other three constants (1, 4 and 8192)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    """Key/value heads."""
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    """Without padding."""
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Rope | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    make_vocab_size_divisible_by: int = 128
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Rows of the embedding in Megatron: the vocabulary rounded up so that each of `tp` ranks has whole blocks."""
+        multiple = self.make_vocab_size_divisible_by * tp
+        return -(-self.vocab_size // multiple) * multiple

@@ -1,0 +1,114 @@
+"""The closures of the hook: actor loss, critic loss, and the forward-only passes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.algorithm.aggregation import BatchCounts
+from mppo.algorithm.kl import kl_penalty
+from mppo.algorithm.policy_losses import PolicyInputs, TokenLosses
+from mppo.algorithm.statistics import Ratio
+from mppo.algorithm.value_loss import clipped_value_loss
+from mppo.batch.packed import PackedBatch
+from mppo.megatron.vocab_parallel import log_probs_and_entropy
+
+
+@dataclass(frozen=True)
+class PolicyHead:
+    """How logits become log-probs: the vocabulary, the temperature of the rollout, the tensor-parallel group."""
+
+    vocab_size: int
+    temperature: float
+    tp_group: dist.ProcessGroup
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """`[T, V/tp]`, `[T]` -> log-probs and entropy, `[T]` each."""
+        return log_probs_and_entropy(logits, labels, self.vocab_size, self.temperature, self.tp_group)
+
+
+def weighted_sum(token_loss: Tensor, batch: PackedBatch, counts: BatchCounts) -> tuple[Tensor, Tensor]:
+    """The loss of a piece of the mini-batch and its tokens, as Megatron's per-token scaling wants them.
+
+    `N * sum(w * token_loss)` in float64 and the int count of tokens; Megatron divides by N, the sum of the counts.
+    """
+    kept = torch.where(batch.mask, token_loss, torch.zeros_like(token_loss)).double()
+    loss = (kept * (batch.weights * counts.tokens)).sum()
+    return loss.to(token_loss.dtype), batch.mask.sum().int()
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """`L = L_PG - entropy_coeff * H + kl_loss_coef * KL_ref`, each a token loss under the same weights."""
+
+    head: PolicyHead
+    policy_loss: Callable[[PolicyInputs], TokenLosses]
+    counts: BatchCounts
+    entropy_coeff: float = 0.0
+    report_entropy: bool = False
+    kl_loss_coef: float | None = None
+    """None: no loss-side KL."""
+    kl_loss_type: str = "low_var_kl"
+
+    def __call__(self, logits: Tensor, batch: PackedBatch):
+        """Megatron's triple for logits `[T, V/tp]`. Raises ValueError when the loss does not return `[T]`."""
+        mask = batch.mask
+        log_probs, entropy = (torch.where(mask, x, 0.0) for x in self.head(logits, batch.labels))
+        pg = self.policy_loss(
+            PolicyInputs(
+                log_probs=log_probs,
+                old_log_probs=torch.where(mask, batch.old_log_probs, 0.0),
+                advantages=batch.advantages,
+                mask=mask,
+                segments=batch.segments,
+            )
+        )
+        if pg.loss.shape != mask.shape:
+            raise ValueError(f"a policy loss returns token losses {tuple(mask.shape)}, got {tuple(pg.loss.shape)}")
+        statistics = {f"actor/{name}": s.reduce(mask) for name, s in pg.statistics.items()}
+        statistics["actor/pg_loss"] = Ratio.total(pg.loss * batch.weights)
+        loss = pg.loss
+        if self.entropy_coeff or self.report_entropy:
+            loss = loss - self.entropy_coeff * entropy
+            statistics["actor/entropy_loss"] = Ratio.total(entropy * batch.weights)
+            statistics["actor/entropy"] = Ratio.mean(entropy.detach(), mask)
+        if self.kl_loss_coef is not None:
+            kl = kl_penalty(log_probs, torch.where(mask, batch.ref_log_probs, 0.0), self.kl_loss_type)
+            loss = loss + self.kl_loss_coef * kl
+            statistics["actor/kl_loss"] = Ratio.total(kl * batch.weights)
+        statistics["actor/loss"] = Ratio.total(torch.where(mask, loss, 0.0) * batch.weights)
+        return *weighted_sum(loss, batch, self.counts), statistics
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """The clipped value loss."""
+
+    cliprange: float
+    counts: BatchCounts
+
+    def __call__(self, values: Tensor, batch: PackedBatch):
+        """Megatron's triple for values `[T, 1]`."""
+        loss, reported = clipped_value_loss(values.squeeze(-1), batch.values, batch.returns, self.cliprange)
+        statistics = {f"critic/{name}": s.reduce(batch.mask) for name, s in reported.items()}
+        statistics["critic/vf_loss"] = Ratio.total(torch.where(batch.mask, loss, 0.0) * batch.weights)
+        return *weighted_sum(loss, batch, self.counts), statistics
+
+
+@dataclass(frozen=True)
+class LogProbPass:
+    """Forward only: `[T]` log-probs and, when asked for, entropy."""
+
+    head: PolicyHead
+    entropy: bool = False
+
+    def __call__(self, logits: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
+        log_probs, entropy = self.head(logits, batch.labels)
+        return {"log_probs": log_probs, **({"entropy": entropy} if self.entropy else {})}
+
+
+def value_pass(values: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
+    """Forward only: `[T]` values."""
+    return {"values": values.squeeze(-1)}

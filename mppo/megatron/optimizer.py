@@ -1,0 +1,58 @@
+"""Megatron-core's optimizer and learning-rate schedule, stepped once per mini-batch."""
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mppo.config import OptimConfig
+
+
+class Optimizer:
+    """Zero, step and schedule. Megatron takes TE's or apex's fused Adam where installed, torch's otherwise."""
+
+    def __init__(self, chunks: list[torch.nn.Module], config: OptimConfig, dtype: torch.dtype):
+        self.chunks = chunks
+        self.megatron = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.adam_beta1,
+                adam_beta2=config.adam_beta2,
+                adam_eps=config.adam_eps,
+                clip_grad=config.clip_grad,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=config.use_distributed_optimizer,
+            ),
+            chunks,
+        )
+        self.scheduler = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=config.min_lr if config.lr_decay_steps else config.lr,
+            lr_warmup_steps=config.lr_warmup_steps,
+            lr_decay_steps=config.lr_decay_steps or config.lr_warmup_steps + 1,
+            lr_decay_style=config.lr_decay_style if config.lr_decay_steps else "constant",
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+        )
+        chunks[0].config.grad_scale_func = self.megatron.scale_loss
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self) -> dict[str, float]:
+        """Advance the schedule, then clip and update; returns the gradient norm and the learning rate used.
+
+        The schedule advances first, so that warm-up gives the first step lr / lr_warmup_steps and not 0.
+        """
+        self.scheduler.step(1)
+        _, grad_norm, _ = self.megatron.step()
+        return {"grad_norm": float(grad_norm or 0.0), "lr": self.megatron.param_groups[0]["lr"]}

@@ -1,0 +1,156 @@
+"""The only file that knows whether there is a GPU.
+
+On CUDA: NCCL, Transformer Engine layers and fused optimizers where they are installed. Without CUDA: gloo, and a
+small stand-in for the parts of `torch.cuda` that an unmodified megatron-core (0.16 to 0.19) calls. Nothing inside
+megatron is patched; `prepare` must run before the first `import megatron.core`.
+"""
+
+import functools
+import importlib.util
+import logging
+import os
+import warnings
+from contextlib import contextmanager
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+def has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def has_transformer_engine() -> bool:
+    """Transformer Engine's layers are CUDA only."""
+    return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def has_apex() -> bool:
+    """NVIDIA's apex, not the unrelated project of that name on the package index."""
+    return has_cuda() and importlib.util.find_spec("amp_C") is not None
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else CPU
+
+
+def backend() -> str:
+    return "nccl" if has_cuda() else "gloo"
+
+
+def bind_device(local_rank: int) -> None:
+    """Give this process its GPU, if there are any."""
+    if has_cuda():
+        torch.cuda.set_device(local_rank)
+
+
+@contextmanager
+def named_range(name: str):
+    """An NVTX range on CUDA, which Nsight shows; otherwise a `record_function`, which torch's profiler shows."""
+    if has_cuda():
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+    else:
+        with torch.profiler.record_function(name):
+            yield
+
+
+def prepare() -> None:
+    """Quieten the libraries, and on a machine without CUDA install the stand-ins. Idempotent."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron|torch")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron")
+    # Megatron's linear layers want this for the order of communication and computation on one stream.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if not has_cuda() and not hasattr(torch.cuda, "mppo_stand_in"):
+        _install_cpu_stand_ins()
+
+
+def _install_cpu_stand_ins() -> None:
+    torch.cuda.mppo_stand_in = True
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # megatron decorates with torch.compile at import
+    _stand_in_streams()
+    _stand_in_rng()
+    _redirect_factories()
+    _report_cuda_tensor_types()
+
+
+class _Event(torch.cpu.Event):
+    def __init__(self, *args, **kwargs):
+        pass
+
+
+class _Stream(torch.cpu.Stream):
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+
+def _stand_in_streams() -> None:
+    """torch.cpu has streams and events of the same interface. torch._dynamo refuses one function under two names."""
+    stream = _Stream()
+    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
+    torch.cuda.stream = lambda s: torch.cpu.stream(s)
+    torch.cuda.current_stream = lambda device=None: stream
+    torch.cuda.default_stream = lambda device=None: stream
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.current_device = lambda: CPU
+
+
+class _DefaultGenerators:
+    def __getitem__(self, _):
+        return torch.default_generator
+
+
+def _stand_in_rng() -> None:
+    """Megatron's random states are those of the CPU's default generator."""
+    torch.cuda._lazy_init = lambda: None
+    torch.cuda._lazy_call = lambda callback, **_: callback()
+    torch.cuda.default_generators = _DefaultGenerators()
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def _redirect_factories() -> None:
+    """Megatron names device="cuda" literally in schedules, optimizers and checkpoint loading."""
+
+    def on_cpu(factory):
+        @functools.wraps(factory)
+        def wrapper(*args, **kwargs):
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = CPU
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+            return factory(*args, **kwargs)
+
+        return wrapper
+
+    for name in ("zeros", "tensor", "ones", "empty", "empty_like"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def _report_cuda_tensor_types() -> None:
+    """Megatron's optimizers up to 0.16 compare `tensor.type()` with 'torch.cuda.FloatTensor'."""
+    original = torch.Tensor.type
+
+    def cuda_type(self, dtype=None, *args, **kwargs):
+        if dtype is None:
+            return "torch.cuda." + original(self).rpartition(".")[2]
+        return original(self, dtype, *args, **kwargs)
+
+    torch.Tensor.type = cuda_type

@@ -1,0 +1,105 @@
+"""Named plugins: losses, estimators, KL forms, aggregation modes, rewards and prompt generators.
+
+A plugin is found by its registered name, by an import path (`my_pkg.losses:my_loss`), or after loading the
+entry points of the group `mppo.plugins`, whose modules register by decorator when they are imported.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mppo.errors import ConfigError
+
+T = TypeVar("T", bound=Callable)
+
+
+@dataclass(frozen=True)
+class NoConfig:
+    """The configuration of a plugin that has no knobs."""
+
+
+@dataclass(frozen=True)
+class Plugin(Generic[T]):
+    """A registered callable, the dataclass of its knobs, and what else was declared with it."""
+
+    name: str
+    fn: T
+    config: type = NoConfig
+    traits: dict[str, Any] | None = None
+
+    def configure(self, values: dict[str, Any], where: str) -> Any:
+        """Build the plugin's typed configuration from `values`, whose place in the configuration is `where`.
+
+        Raises ConfigError for a knob this plugin does not read, and for a value of the wrong type.
+        """
+        known = [f.name for f in fields(self.config)]
+        for key in values:
+            if key not in known:
+                raise ConfigError(
+                    f"{where}.{key}: {self.name!r} does not read this knob"
+                    f" ({'it reads ' + ', '.join(known) if known else 'it has none'}){nearest(key, known)}"
+                )
+        try:
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.config), values))
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+
+
+class Registry(Generic[T]):
+    """A name -> Plugin table for one kind of thing."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self._plugins: dict[str, Plugin[T]] = {}
+
+    def register(self, name: str, *, config: type = NoConfig, override: bool = False, **traits: Any):
+        """Decorator: register a callable under `name`, with the dataclass of its knobs.
+
+        Raises ConfigError when the name is taken and `override` is not set: names cannot clash silently.
+        """
+
+        def decorate(fn: T) -> T:
+            if name in self._plugins and not override:
+                raise ConfigError(f"{self.kind} {name!r} is registered already; pass override=True to replace it")
+            self._plugins[name] = Plugin(name, fn, config, traits)
+            return fn
+
+        return decorate
+
+    def names(self) -> list[str]:
+        return sorted(self._plugins)
+
+    def get(self, name: str) -> Plugin[T]:
+        """Find a plugin by name or import path. Raises ConfigError that lists the known names and the nearest."""
+        if ":" in name:
+            return self._imported(name)
+        if name not in self._plugins:
+            for entry_point in entry_points(group="mppo.plugins"):
+                entry_point.load()
+        if name not in self._plugins:
+            raise ConfigError(
+                f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}; "
+                f"or give an import path, package.module:function{nearest(name, self.names())}"
+            )
+        return self._plugins[name]
+
+    def _imported(self, path: str) -> Plugin[T]:
+        module_name, _, attribute = path.partition(":")
+        try:
+            target = getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{self.kind} {path!r} cannot be imported: {error}") from error
+        registered = next((p for p in self._plugins.values() if p.fn is target), None)
+        return registered or Plugin(path, target, getattr(target, "config", NoConfig), {})
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the closest known name, or the empty string."""
+    close = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,150 @@
+"""One declarative table per architecture: Megatron parameters, Hugging Face parameters, and the cut between them.
+
+`{layer}` is the number of the layer in the whole model. A parameter may have two Megatron names: that of the local
+layers, and that of Transformer Engine's, which keep a norm inside the linear layer that follows it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mppo.errors import ModelError
+from mppo.megatron.model_config import Llama3Rope, ModelConfig
+from mppo.weights.cuts import (
+    Cut,
+    FeedForwardColumns,
+    GateUp,
+    HeadColumns,
+    QueryKeyValue,
+    Replicated,
+    Single,
+    VocabularyRows,
+)
+
+_LAYER = "decoder.layers.{layer}."
+_HF_LAYER = "model.layers.{layer}."
+_ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF_LAYER + "self_attn."
+_MLP, _HF_MLP = _LAYER + "mlp.", _HF_LAYER + "mlp."
+
+
+@dataclass(frozen=True)
+class Parameter:
+    megatron: tuple[str, ...]
+    """The names it may have in Megatron-core."""
+    hf: tuple[str, ...]
+    """The Hugging Face tensors it is made of, in the order of the cut's sources."""
+    cut: Cut
+
+    @property
+    def per_layer(self) -> bool:
+        return "{layer}" in self.hf[0]
+
+
+EMBEDDING = Parameter(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VocabularyRows())
+OUTPUT = Parameter(("output_layer.weight",), ("lm_head.weight",), VocabularyRows())
+VALUE_HEAD = Parameter(("output_layer.weight",), ("score.weight",), Single())
+
+_BACKBONE = (
+    EMBEDDING,
+    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Replicated("hidden_size")),
+    Parameter(
+        (_LAYER + "input_layernorm.weight", _ATTENTION + "linear_qkv.layer_norm_weight"),
+        (_HF_LAYER + "input_layernorm.weight",),
+        Replicated("hidden_size"),
+    ),
+    Parameter(
+        (_ATTENTION + "linear_qkv.weight",),
+        tuple(_HF_ATTENTION + f"{x}_proj.weight" for x in "qkv"),
+        QueryKeyValue(),
+    ),
+    Parameter((_ATTENTION + "linear_proj.weight",), (_HF_ATTENTION + "o_proj.weight",), HeadColumns()),
+    Parameter(
+        (_LAYER + "pre_mlp_layernorm.weight", _MLP + "linear_fc1.layer_norm_weight"),
+        (_HF_LAYER + "post_attention_layernorm.weight",),
+        Replicated("hidden_size"),
+    ),
+    Parameter((_MLP + "linear_fc1.weight",), (_HF_MLP + "gate_proj.weight", _HF_MLP + "up_proj.weight"), GateUp()),
+    Parameter((_MLP + "linear_fc2.weight",), (_HF_MLP + "down_proj.weight",), FeedForwardColumns()),
+)
+_QKV_BIAS = (
+    Parameter(
+        (_ATTENTION + "linear_qkv.bias",),
+        tuple(_HF_ATTENTION + f"{x}_proj.bias" for x in "qkv"),
+        QueryKeyValue(),
+    ),
+)
+_QK_NORM = tuple(
+    Parameter((_ATTENTION + f"{x}_layernorm.weight",), (_HF_ATTENTION + f"{x}_norm.weight",), Replicated("head_dim"))
+    for x in "qk"
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models that share their parameters' names and shapes."""
+
+    hf_name: str
+    """The class named in config.json, without its task (`ForCausalLM`)."""
+    parameters: tuple[Parameter, ...]
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def model_config(self, hf: Any, make_vocab_size_divisible_by: int = 128) -> ModelConfig:
+        """Read a transformers configuration. Raises ModelError for a feature that mppo does not build."""
+        _refuse(hf, "attention_bias", False, "a bias on attention projections")
+        _refuse(hf, "mlp_bias", False, "a bias on feed-forward layers")
+        _refuse(hf, "use_sliding_window", False, "sliding-window attention")
+        _refuse(hf, "hidden_act", "silu", "another activation than silu")
+        rope_theta, rope_scaling = _rope(hf)
+        return ModelConfig(
+            num_layers=hf.num_hidden_layers,
+            hidden_size=hf.hidden_size,
+            num_attention_heads=hf.num_attention_heads,
+            num_query_groups=hf.num_key_value_heads or hf.num_attention_heads,
+            head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+            ffn_hidden_size=hf.intermediate_size,
+            vocab_size=hf.vocab_size,
+            max_position_embeddings=hf.max_position_embeddings,
+            rms_norm_eps=hf.rms_norm_eps,
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            tie_word_embeddings=hf.tie_word_embeddings,
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        )
+
+
+ARCHITECTURES = (
+    Architecture("Llama", _BACKBONE),
+    Architecture("Qwen2", _BACKBONE + _QKV_BIAS, qkv_bias=True),
+    Architecture("Qwen3", _BACKBONE + _QK_NORM, qk_norm=True),
+)
+
+
+def architecture_of(hf: Any) -> Architecture:
+    """The table for a transformers configuration. Raises ModelError that lists what is supported."""
+    names = hf.architectures or [type(hf).__name__.removesuffix("Config") + "ForCausalLM"]
+    for architecture in ARCHITECTURES:
+        if names[0].partition("For")[0] == architecture.hf_name:
+            return architecture
+    supported = ", ".join(f"{a.hf_name}ForCausalLM" for a in ARCHITECTURES)
+    raise ModelError(f"architecture {names[0]} is not supported; supported: {supported}")
+
+
+def _refuse(hf: Any, name: str, supported: Any, what: str) -> None:
+    value = getattr(hf, name, supported)
+    if value != supported:
+        raise ModelError(f"the model's config.json has {name}={value!r}: mppo does not build {what}")
+
+
+def _rope(hf: Any) -> tuple[float, Llama3Rope | None]:
+    """Base and scaling, from transformers 5's `rope_parameters` or the older pair of fields."""
+    parameters = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    theta = float(parameters.get("rope_theta") or getattr(hf, "rope_theta", None) or 10000.0)
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        return theta, None
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and all(parameters.get(k) == v for k, v in fixed.items()):
+        return theta, Llama3Rope(float(parameters["factor"]))
+    raise ModelError(f"the model's config.json has rope scaling {parameters}: mppo builds `default` and llama3's own")

@@ -1,0 +1,46 @@
+"""Small models that need no download: a Hugging Face configuration and a tokenizer, from random initialisation."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from mppo.errors import ConfigError
+from mppo.registry import Registry
+
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*=<>()?:;,. !#$%&/@^_|~["
+
+PRESETS: Registry[Callable[[dict[str, Any]], tuple[Any, Any]]] = Registry("model preset")
+
+
+@PRESETS.register("char")
+def char(options: dict[str, Any]) -> tuple[LlamaConfig, PreTrainedTokenizerFast]:
+    """A Llama of 2 layers and hidden size 64 over 64 characters. `options` change fields of its configuration."""
+    fields = {
+        "vocab_size": len(CHARACTERS) + 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.08,
+        "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": None,
+        "eos_token_id": len(CHARACTERS),
+        "pad_token_id": len(CHARACTERS) + 1,
+    }
+    for name in options:
+        if not hasattr(LlamaConfig(), name):
+            raise ConfigError(f"model.preset_options.{name} is not a field of a Llama configuration")
+    return LlamaConfig(**{**fields, **options}), _character_tokenizer()
+
+
+def _character_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {c: i for i, c in enumerate([*CHARACTERS, "<eos>", "<pad>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")

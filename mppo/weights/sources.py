@@ -1,0 +1,80 @@
+"""Where Hugging Face tensors are read from: a folder of safetensors, or a seeded random initialisation."""
+
+import zlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from mppo.errors import ModelError
+
+
+class TensorSource(Protocol):
+    def __contains__(self, name: str) -> bool: ...
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Rows (dim 0) or columns (dim 1) `[start, stop)` of a tensor."""
+        ...
+
+
+class SafetensorsFolder:
+    """The safetensors files of a Hugging Face folder; only the slices asked for are read."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"{self.folder}: no *.safetensors files in this model folder")
+        self._open = {}
+        for file in files:
+            handle = safe_open(file, framework="pt")
+            for name in handle.keys():  # noqa: SIM118  (safe_open is no mapping)
+                self._open[name] = handle
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._open
+
+    def names(self) -> list[str]:
+        return list(self._open)
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        if name not in self._open:
+            raise ModelError(f"{self.folder}: tensor {name} is missing from the safetensors files")
+        view = self._open[name].get_slice(name)
+        extent = view.get_shape()[dim]
+        if stop > extent:
+            raise ModelError(f"{self.folder}: {name} has {extent} entries in dim {dim}, config.json asks for {stop}")
+        return view[start:stop] if dim == 0 else view[:, start:stop]
+
+
+class RandomInitialisation:
+    """Normal weights (`initializer_range`), norms of one, biases of zero; each tensor from its own name and the seed.
+
+    So the initial model is the same under every layout.
+    """
+
+    def __init__(self, hf_config: Any, seed: int):
+        self.seed, self.std = seed, hf_config.initializer_range
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config)
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def names(self) -> list[str]:
+        return list(self.shapes)
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            whole = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        else:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
+            whole = torch.randn(shape, generator=generator) * self.std
+        return whole.narrow(dim, start, stop - start)
