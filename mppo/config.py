@@ -118,8 +118,8 @@ class ModelSource:
     """The embedding is padded to a multiple of this times the tensor-parallel size."""
 
     def __post_init__(self):
-        if (self.path is None) == (self.preset is None):
-            raise ConfigError("give model.path (a Hugging Face folder) or model.preset, one of the two")
+        if self.path is not None and self.preset is not None:
+            raise ConfigError("model.path and model.preset exclude each other; unset one (model.preset=null)")
         if self.preset_options and self.preset is None:
             raise ConfigError("model.preset_options has no effect without model.preset")
         _one_of("model.dtype", self.dtype, ("bfloat16", "float32"))
@@ -219,8 +219,7 @@ class CriticConfig:
 
     def __post_init__(self):
         _positive("critic", cliprange_value=self.cliprange_value)
-        if self.use_dynamic_bsz or self.ppo_micro_batch_size_per_gpu or self.ppo_max_token_len_per_gpu:
-            _check_batches("critic", self)
+        _check_batches("critic", self)
 
 
 def _check_batches(where: str, role: Any) -> None:
@@ -228,16 +227,10 @@ def _check_batches(where: str, role: Any) -> None:
     _positive(where, **{name: getattr(role, name) for name in sorted(names)})
     by_tokens = [n for n in vars(role) if n.endswith("max_token_len_per_gpu") and getattr(role, n)]
     by_count = [n for n in vars(role) if n.endswith("micro_batch_size_per_gpu") and getattr(role, n)]
-    if role.use_dynamic_bsz:
-        if by_count:
-            raise ConfigError(f"{where}.{by_count[0]} has no effect with {where}.use_dynamic_bsz=true; unset it")
-        if not role.ppo_max_token_len_per_gpu:
-            raise ConfigError(f"{where}.use_dynamic_bsz=true needs {where}.ppo_max_token_len_per_gpu")
-    else:
-        if by_tokens:
-            raise ConfigError(f"{where}.{by_tokens[0]} has no effect with {where}.use_dynamic_bsz=false; unset it")
-        if not role.ppo_micro_batch_size_per_gpu:
-            raise ConfigError(f"give {where}.ppo_micro_batch_size_per_gpu (or use_dynamic_bsz and a token limit)")
+    if role.use_dynamic_bsz and by_count:
+        raise ConfigError(f"{where}.{by_count[0]} has no effect with {where}.use_dynamic_bsz=true; unset it")
+    elif by_tokens:
+        raise ConfigError(f"{where}.{by_tokens[0]} has no effect with {where}.use_dynamic_bsz=false; unset it")
 
 
 @dataclass
@@ -339,13 +332,13 @@ class TrainerConfig:
 
 @dataclass
 class Config:
-    model: ModelSource = field(default_factory=lambda: ModelSource(preset="char"))
+    model: ModelSource = field(default_factory=ModelSource)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    actor: ActorConfig = field(default_factory=lambda: ActorConfig(ppo_micro_batch_size_per_gpu=8))
+    actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

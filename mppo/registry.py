@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -49,6 +50,11 @@ class Plugin(Generic[T]):
             return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.config), values))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+
+    def bind(self, values: dict[str, Any], where: str) -> Callable:
+        """The callable with its configuration given, as the keyword `config`; without one if it has no knobs."""
+        config = self.configure(values, where)
+        return self.fn if self.config is NoConfig else partial(self.fn, config=config)
 
 
 class Registry(Generic[T]):

@@ -28,7 +28,7 @@ class MicroBatchLimit:
             raise ConfigError("a micro-batch is limited either by trajectories or by tokens, not by both or neither")
 
 
-def split_mini_batches(count: int, mini_batch_size: int, shuffle_seed: int | None = None) -> list[list[int]]:
+def split_mini_batches(count: int, mini_batch_size: int, shuffle_seed: str | None = None) -> list[list[int]]:
     """Cut `count` trajectories into ceil(count / mini_batch_size) mini-batches whose sizes differ by at most one.
 
     In order of index, or in an order drawn from `shuffle_seed`.

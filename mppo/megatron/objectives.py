@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -97,18 +98,31 @@ class ValueObjective:
         return *weighted_sum(loss, batch, self.counts), statistics
 
 
+class ForwardPass(Protocol):
+    """A closure of forward-only passes; `names` are the keys of what it returns, known on every pipeline stage."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, output: Tensor, micro_batch: PackedBatch) -> dict[str, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class LogProbPass:
-    """Forward only: `[T]` log-probs and, when asked for, entropy."""
+    """`[T]` log-probs and entropy of logits `[T, V/tp]`."""
 
     head: PolicyHead
-    entropy: bool = False
+    names: tuple[str, ...] = ("log_probs", "entropy")
 
     def __call__(self, logits: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
         log_probs, entropy = self.head(logits, batch.labels)
-        return {"log_probs": log_probs, **({"entropy": entropy} if self.entropy else {})}
+        return {"log_probs": log_probs, "entropy": entropy}
 
 
-def value_pass(values: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
-    """Forward only: `[T]` values."""
-    return {"values": values.squeeze(-1)}
+@dataclass(frozen=True)
+class ValuePass:
+    """`[T]` values of a value head's output `[T, 1]`."""
+
+    names: tuple[str, ...] = ("values",)
+
+    def __call__(self, values: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
+        return {"values": values.squeeze(-1)}

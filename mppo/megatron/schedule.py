@@ -1,11 +1,12 @@
 """The hook: PPO's losses as the closure of Megatron-core's own pipeline schedules.
 
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    get_forward_backward_func()(forward_step_func=ForwardStep(PolicyObjective(...)), data_iterator=iter(micro_batches), ...)
+    step = ForwardStep(PolicyObjective(...))
+    get_forward_backward_func()(forward_step_func=step, data_iterator=iter(micro_batches), model=chunk, ...)
 
 The closure returns Megatron's triple `(loss, num_tokens, statistics)`. With `calculate_per_token_loss` Megatron
-all-reduces num_tokens over DP x CP and divides the gradients once by the total N; so the closure multiplies its weights,
-which are those of the global mini-batch, by N. For token-mean that product is exactly 1.
+all-reduces num_tokens over DP x CP and divides the gradients once by the total N; so the closure multiplies its
+weights, which are those of the global mini-batch, by N. For token-mean that product is exactly 1.
 """
 
 from collections.abc import Callable

@@ -99,7 +99,7 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
         )
     if parallel.expert_model_parallel_size > 1:
         raise ConfigError(
-            f"parallel.expert_model_parallel_size={parallel.expert_model_parallel_size}: the model is dense; set it to 1"
+            f"parallel.expert_model_parallel_size={parallel.expert_model_parallel_size}: the model is dense; use 1"
         )
 
 

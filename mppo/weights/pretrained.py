@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from mppo.config import ModelSource
-from mppo.errors import ModelError
+from mppo.errors import ConfigError, ModelError
 from mppo.megatron.model_config import ModelConfig
 from mppo.weights.architectures import Architecture, architecture_of
 from mppo.weights.presets import PRESETS
@@ -29,6 +29,8 @@ class PretrainedModel:
 
 def open_model(model: ModelSource, seed: int) -> PretrainedModel:
     """Open `model.path` or `model.preset`. Raises ModelError for a folder that is missing or not supported."""
+    if model.path is None and model.preset is None:
+        raise ConfigError("give model.path (a Hugging Face model folder) or model.preset")
     if model.preset is not None:
         hf_config, tokenizer = PRESETS.get(model.preset).fn(dict(model.preset_options))
         source: TensorSource = RandomInitialisation(hf_config, seed)

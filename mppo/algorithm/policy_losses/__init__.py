@@ -1,4 +1,4 @@
-"""Policy losses by name. A loss takes `PolicyInputs` and its own configuration; it returns token losses, never a mean."""
+"""Policy losses by name. A loss takes `PolicyInputs` and its configuration; it returns token losses, never a mean."""
 
 from mppo.algorithm.policy_losses import vanilla  # noqa: F401  (registers)
 from mppo.algorithm.policy_losses.base import POLICY_LOSSES, PolicyInputs, TokenLosses

@@ -53,6 +53,7 @@ def vanilla(x: PolicyInputs, config: VanillaConfig) -> TokenLosses:
             "pg_clipfrac": TokenStatistic((clipped > unclipped).float()),
             "pg_clipfrac_lower": TokenStatistic(((pessimistic > -C * A) & (A < 0)).float()),
             "ppo_kl": TokenStatistic(-x.log_ratio),
+            "ratio_deviation": TokenStatistic((ratio - 1).abs()),
             "log_ratio_saturated": TokenStatistic(saturated.float()),
         },
     )

@@ -1,0 +1,72 @@
+"""`mppo train`, `mppo plan`: every bad input ends in one line that says what to change."""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+
+from rich.console import Console
+
+from mppo.cli.compose import load_config
+from mppo.config import Config
+from mppo.errors import MppoError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = load_config(options.config_name, options.overrides, options.config_dir)
+        return options.run(config, options)
+    except MppoError as error:
+        print(f"mppo: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("mppo", description="PPO for language models inside Megatron-core's schedules.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train (under torchrun)")
+    train.set_defaults(run=_train)
+    plan = commands.add_parser("plan", help="say what a configuration does, without launching anything")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--world-size", type=int, help="processes of the run (default: one replica)")
+    plan.set_defaults(run=_plan)
+    for command in (train, plan):
+        command.add_argument("--config-name", default="train", help="a file in the configuration folder")
+        command.add_argument("--config-dir", help="the configuration folder (default: mppo's own configs/)")
+        command.add_argument("overrides", nargs="*", help="fields to set: actor.optim.lr=1e-5")
+    return parser
+
+
+def _plan(config: Config, options: argparse.Namespace) -> int:
+    from mppo.megatron.topology import data_parallel_size
+    from mppo.trainer.plan import make_plan, print_plan
+    from mppo.trainer.resolve import resolve
+
+    parallel = config.parallel
+    replica = (
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    )
+    world_size = options.world_size or replica
+    plan = make_plan(resolve(config, data_parallel_size(parallel, world_size)), world_size)
+    if options.json:
+        print(json.dumps(asdict(plan), indent=2))
+    else:
+        print_plan(plan, Console())
+    return 0
+
+
+def _train(config: Config, options: argparse.Namespace) -> int:
+    from mppo.megatron import topology
+    from mppo.trainer.assemble import assemble
+    from mppo.trainer.plan import make_plan, print_plan
+    from mppo.trainer.trainer import Trainer
+
+    parts = assemble(config)
+    if parts.topology.rank == 0:
+        print_plan(make_plan(parts.resolved, int(os.environ.get("WORLD_SIZE", 1))), Console())
+    Trainer(parts).train()
+    topology.shutdown()
+    return 0

@@ -1,0 +1,1 @@
+"""The rollout room: prompts, engines that answer them, and rewards."""

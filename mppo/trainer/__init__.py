@@ -1,0 +1,1 @@
+"""The trainer room: the loop and its nine named steps."""

@@ -1,0 +1,71 @@
+"""Saving and resuming a run: `out_dir/checkpoints/step_*`, the newest named in `latest`."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from mppo.megatron.checkpoint import load_role, random_state, save_role, set_random_state
+
+if TYPE_CHECKING:
+    from mppo.trainer.trainer import Trainer
+
+
+class Checkpoints:
+    """Weights, optimizers, step, coefficient of the reward-side KL and random states.
+
+    The order of prompts and the random numbers of the rollout are functions of the step, so they need no state.
+    """
+
+    def __init__(self, out_dir: str, resume: bool):
+        self.folder, self.resume = Path(out_dir) / "checkpoints", resume
+
+    def save(self, trainer: "Trainer", step: int) -> None:
+        """Collective. A checkpoint counts only once `latest` names it, after all of it is written."""
+        target = self.folder / f"step_{step:06d}"
+        parts = self._parts(trainer)
+        if dist.get_rank() == 0:
+            shutil.rmtree(target, ignore_errors=True)
+            for name in (*parts, "run"):
+                (target / name).mkdir(parents=True)
+        dist.barrier()
+        for name, role in parts.items():
+            save_role(role.chunks, role.optimizer, target / name)
+        run = {
+            "step": step,
+            "kl_coefficient": trainer.kl_controller.coefficient,
+            "layout": self._layout(trainer),
+            **random_state(trainer.topology),
+        }
+        dist_checkpointing.save(run, str(target / "run"))
+        if dist.get_rank() == 0:
+            (self.folder / "latest").write_text(target.name)
+        dist.barrier()
+
+    def restore(self, trainer: "Trainer") -> int:
+        """Load the newest checkpoint, if there is one and resuming is on; returns the step to go on with."""
+        latest = self.folder / "latest"
+        if not (self.resume and latest.is_file()):
+            return 0
+        source = self.folder / latest.read_text().strip()
+        for name, role in self._parts(trainer).items():
+            load_role(role.chunks, role.optimizer, source / name)
+        run = dist_checkpointing.load_common_state_dict(str(source / "run"))
+        trainer.kl_controller.coefficient = run["kl_coefficient"]
+        if run["layout"] == self._layout(trainer):  # another layout has other ranks, and starts its generators anew
+            states = dist_checkpointing.load({**random_state(trainer.topology)}, str(source / "run"))
+            set_random_state(states["rng"])
+        return int(run["step"])
+
+    @staticmethod
+    def _parts(trainer: "Trainer") -> dict:
+        roles = {"actor": trainer.parts.actor, "critic": trainer.parts.critic}
+        return {name: role for name, role in roles.items() if role is not None}
+
+    @staticmethod
+    def _layout(trainer: "Trainer") -> dict:
+        return {**asdict(trainer.config.parallel), "world": torch.distributed.get_world_size()}

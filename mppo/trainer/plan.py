@@ -1,0 +1,131 @@
+"""What a configuration really does, as a table: printed at the start of a run, and by `mppo plan` without one."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mppo.batch.plan import MicroBatchLimit
+from mppo.trainer.resolve import Resolved, UpdateSettings
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """The numbers of one role. `None`: known only once the lengths are (micro-batches by tokens)."""
+
+    loss: str
+    loss_agg_mode: str
+    trajectories_per_mini_batch: int
+    trajectories_per_mini_batch_per_rank: float
+    micro_batch: str
+    trajectories_per_wave: int | None
+    """Trajectories in one micro-batch of all data-parallel ranks together."""
+    micro_batches_per_mini_batch: int | None
+    """Gradient accumulation: micro-batches of one rank per optimizer step."""
+    mini_batches_per_epoch: int
+    epochs: int
+    optimizer_steps_per_training_step: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    world_size: int
+    data_parallel_size: int
+    layout: str
+    prompts_per_step: int
+    answers_per_prompt: int
+    trajectories_per_step: int
+    adv_estimator: str
+    reference: str
+    kl_in_loss: str
+    kl_in_reward: str
+    total_optimizer_steps: int
+    actor: UpdatePlan
+    critic: UpdatePlan | None
+    warnings: list[str]
+
+
+def make_plan(resolved: Resolved, world_size: int) -> Plan:
+    """Pure function of the resolved configuration."""
+    config, parallel = resolved.config, resolved.config.parallel
+    layout = f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size}"
+    if parallel.virtual_pipeline_model_parallel_size:
+        layout += f" (VPP {parallel.virtual_pipeline_model_parallel_size})"
+    layout += f" x DP {resolved.data_parallel_size}" + (" + SP" if parallel.sequence_parallel else "")
+    actor = _update_plan(config.actor.policy_loss["loss_mode"], resolved, resolved.actor)
+    control = config.algorithm.kl_ctrl
+    return Plan(
+        world_size=world_size,
+        data_parallel_size=resolved.data_parallel_size,
+        layout=layout,
+        prompts_per_step=config.data.train_batch_size,
+        answers_per_prompt=config.rollout.n,
+        trajectories_per_step=resolved.trajectories,
+        adv_estimator=config.algorithm.adv_estimator,
+        reference=f"frozen copy, kept on the {config.ref.placement}" if config.need_reference else "none",
+        kl_in_loss=f"{config.actor.kl_loss_coef} x {config.actor.kl_loss_type}" if config.actor.use_kl_loss else "off",
+        kl_in_reward=(
+            f"{control.kl_coef} ({control.type}) x {config.algorithm.kl_penalty}"
+            if config.algorithm.use_kl_in_reward
+            else "off"
+        ),
+        total_optimizer_steps=actor.optimizer_steps_per_training_step * config.trainer.total_training_steps,
+        actor=actor,
+        critic=_update_plan("clipped value loss", resolved, resolved.critic) if resolved.critic else None,
+        warnings=resolved.warnings,
+    )
+
+
+def _update_plan(loss: str, resolved: Resolved, settings: UpdateSettings) -> UpdatePlan:
+    ranks = resolved.data_parallel_size
+    size = min(settings.mini_batch_size, resolved.trajectories)
+    mini_batches = -(-resolved.trajectories // settings.mini_batch_size)
+    per_rank = size / ranks
+    by_count = settings.limit.trajectories
+    return UpdatePlan(
+        loss=loss,
+        loss_agg_mode=settings.loss_agg_mode,
+        trajectories_per_mini_batch=size,
+        trajectories_per_mini_batch_per_rank=per_rank,
+        micro_batch=_limit(settings.limit),
+        trajectories_per_wave=by_count * ranks if by_count else None,
+        micro_batches_per_mini_batch=-(-size // (by_count * ranks)) if by_count else None,
+        mini_batches_per_epoch=mini_batches,
+        epochs=settings.epochs,
+        optimizer_steps_per_training_step=settings.optimizer_steps(resolved.trajectories),
+    )
+
+
+def _limit(limit: MicroBatchLimit) -> str:
+    if limit.tokens:
+        return f"at most {limit.tokens} tokens per rank"
+    return f"{limit.trajectories} trajectories per rank"
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """The plan as a table of two or three columns."""
+    table = Table(title="what this configuration does", show_header=False)
+    for name, value in vars(plan).items():
+        if name not in ("actor", "critic", "warnings"):
+            table.add_row(_title(name), _shown(value))
+    for role, update in (("actor", plan.actor), ("critic", plan.critic)):
+        table.add_section()
+        if update is None:
+            table.add_row(role, "none: the estimator needs no values")
+            continue
+        for name, value in vars(update).items():
+            table.add_row(f"{role}: {_title(name)}", _shown(value))
+    console.print(table)
+    for warning in plan.warnings:
+        console.print(f"warning: {warning}", style="yellow", highlight=False)
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "depends on the lengths"
+    return f"{value:g}" if isinstance(value, float) else str(value)

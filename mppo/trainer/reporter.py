@@ -1,0 +1,141 @@
+"""What a run shows: a progress display, one line a step in a log, JSONL, TensorBoard, samples and a learning curve."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from mppo.batch.trajectory import Trajectory
+from mppo.rollout.prompts import Prompt
+from mppo.trainer.curve import draw_curve
+
+SHOWN = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("accuracy", "reward/accuracy", "{:.3f}"),
+    ("no signal", "reward/groups_without_signal", "{:.2f}"),
+    ("ppo kl", "actor/ppo_kl", "{:.1e}"),
+    ("clip", "actor/pg_clipfrac", "{:.3f}"),
+    ("entropy", "actor/entropy", "{:.2f}"),
+    ("expl.var", "critic/explained_variance", "{:.2f}"),
+    ("grad", "actor/grad_norm", "{:.2f}"),
+    ("length", "response_length/mean", "{:.1f}"),
+    ("s/step", "time/train_step", "{:.1f}"),
+)
+"""Title, metric and format of the numbers on the progress line; those a run does not have are left out."""
+
+
+@dataclass(frozen=True)
+class SampleLine:
+    """One generation, as it is written to disk."""
+
+    prompt: str
+    response: str
+    ground_truth: Any
+    reward: float
+    finish_reason: str
+    weight_version: int
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, prompt: Prompt, tokenizer: Any) -> "SampleLine":
+        response = tokenizer.decode(trajectory.tokens[len(prompt.ids) :])
+        return cls(
+            prompt.text,
+            response,
+            prompt.ground_truth,
+            trajectory.reward,
+            trajectory.finish_reason,
+            trajectory.weight_version,
+        )
+
+
+class SilentReporter:
+    """What the ranks other than 0 report."""
+
+    def start(self, first_step: int) -> None:
+        pass
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def samples(self, lines: list[SampleLine]) -> None:
+        pass
+
+    def finish(self, accuracies: dict[str, float]) -> None:
+        pass
+
+
+class Reporter(SilentReporter):
+    """Writes into `out_dir`: train.log, metrics.jsonl, tensorboard/, samples/step_*.jsonl, learning_curve.png."""
+
+    def __init__(self, out_dir: str, total_steps: int):
+        self.out = Path(out_dir)
+        (self.out / "samples").mkdir(parents=True, exist_ok=True)
+        self.total_steps = total_steps
+        self.pending: list[SampleLine] = []
+
+    def start(self, first_step: int) -> None:
+        """Open the files; what they hold of steps after `first_step` is superseded and moved aside, not lost."""
+        self._set_aside(first_step)
+        self.log = open(self.out / "train.log", "a", buffering=1)  # noqa: SIM115  (closed in finish)
+        self.jsonl = open(self.out / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        self.tensorboard = SummaryWriter(str(self.out / "tensorboard"), purge_step=first_step + 1)
+        self.console = Console()
+        self.progress = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console
+        )
+        self.task = self.progress.add_task("training", total=self.total_steps, completed=first_step)
+        self.progress.start()
+
+    def _set_aside(self, first_step: int) -> None:
+        path = self.out / "metrics.jsonl"
+        if not path.is_file():
+            return
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if first_step and json.loads(line)["step"] <= first_step]
+        path.write_text("".join(kept))
+        with open(self.out / "metrics.superseded.jsonl", "a") as superseded:
+            superseded.writelines(lines[len(kept) :])
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self._record(step, metrics)
+        parts = [f"{title} {form.format(metrics[name])}" for title, name, form in SHOWN if name in metrics]
+        line = f"step {step:4d}  " + "  ".join(parts)
+        self.log.write(line + "\n")
+        self.console.print(line, highlight=False, soft_wrap=True)
+        self.progress.update(self.task, completed=step)
+        if self.pending:
+            path = self.out / "samples" / f"step_{step:06d}.jsonl"
+            path.write_text("".join(json.dumps(asdict(s), default=str) + "\n" for s in self.pending))
+            self.pending = []
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        self._record(step, metrics)
+        line = f"held-out after step {step}: accuracy {metrics['val/accuracy']:.3f}  reward {metrics['val/reward']:.3f}"
+        self.log.write(line + "\n")
+        self.console.print(line, highlight=False)
+
+    def samples(self, lines: list[SampleLine]) -> None:
+        self.pending.extend(lines)
+
+    def finish(self, accuracies: dict[str, float]) -> None:
+        """Draw the curve, close the files, and print the held-out accuracy as the last line."""
+        self.progress.stop()
+        for file in (self.log, self.jsonl, self.tensorboard):
+            file.close()
+        curve = draw_curve(self.out / "metrics.jsonl", self.out / "learning_curve.png")
+        self.console.print(f"metrics, samples and {curve.name} are in {self.out}", highlight=False)
+        if accuracies:
+            shown = " -> ".join(f"{value:.2f}" for value in accuracies.values())
+            self.console.print(f"held-out greedy accuracy: {shown}", highlight=False)
+
+    def _record(self, step: int, metrics: dict[str, float]) -> None:
+        self.jsonl.write(json.dumps({"step": step, **metrics}) + "\n")
+        for name, value in metrics.items():
+            self.tensorboard.add_scalar(name, value, step)

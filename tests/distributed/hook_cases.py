@@ -1,0 +1,79 @@
+"""The cases of test_hook.py, read by pytest and by the torchrun workers."""
+
+from dataclasses import dataclass
+
+from mppo.config import ParallelConfig
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
+SP = {"sequence_parallel": True}
+
+LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
+    "single": (1, ParallelConfig()),
+    "tp2": (2, ParallelConfig(**TP2)),
+    "tp2-sp": (2, ParallelConfig(**TP2, **SP)),
+    "pp2": (2, ParallelConfig(**PP2)),
+    "pp2-vpp2": (2, ParallelConfig(**PP2, **VPP2)),
+    "dp2": (2, ParallelConfig()),
+    "tp2-pp2-sp": (4, ParallelConfig(**TP2, **PP2, **SP)),
+    "tp2-pp2-vpp2-sp": (4, ParallelConfig(**TP2, **PP2, **VPP2, **SP)),
+    "pp2-dp2": (4, ParallelConfig(**PP2)),
+    "tp2-dp2": (4, ParallelConfig(**TP2)),
+}
+"""Number of processes and parallel sizes."""
+
+ALONE = [[[0, 1, 2], [3], [], [4, 5, 6, 7]]]
+UNEVEN = [[[0, 1], [2, 3], [4, 5], []], [[7], [], [], [6]]]
+IDLE = [[[0, 1], [2, 3], [5, 6], [7]], [[], [4], [], []]]
+"""Trajectory 4 trains nothing, so the second rank has nothing to train."""
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    model: str = "llama"
+    mode: str = "token-mean"
+    temperature: float = 1.0
+    idle_rank: bool = False
+    vocabulary_multiple: int = 8
+
+    @property
+    def name(self) -> str:
+        parts = [self.layout, self.model, self.mode, f"T{self.temperature}", f"V{self.vocabulary_multiple}"]
+        return "-".join(parts + ["idle"] * self.idle_rank)
+
+    @property
+    def processes(self) -> int:
+        return LAYOUTS[self.layout][0]
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return LAYOUTS[self.layout][1]
+
+    @property
+    def parts(self) -> list[list[list[int]]]:
+        """The trajectories of each micro-batch of each data-parallel rank."""
+        if "dp2" not in self.layout:
+            return ALONE
+        return IDLE if self.idle_rank else UNEVEN
+
+
+MODES = ("token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+CASES = [
+    *(Case(layout) for layout in LAYOUTS),
+    *(Case(layout, "reward") for layout in LAYOUTS),
+    *(Case(layout, mode=mode) for layout in ("single", "dp2", "tp2-pp2-sp") for mode in MODES),
+    *(Case(layout, "reward", mode=mode) for layout in ("dp2",) for mode in MODES),
+    *(Case(layout, temperature=0.7) for layout in ("single", "tp2", "pp2-dp2", "tp2-pp2-sp")),
+    *(Case(layout, model, idle_rank=True) for layout in ("dp2", "pp2-dp2") for model in ("llama", "reward")),
+    *(
+        Case(layout, model)
+        for layout in ("single", "tp2", "pp2", "tp2-pp2-sp")
+        for model in ("llama-tied", "qwen2", "qwen2-tied", "qwen3", "reward-tied")
+    ),
+    *(Case("pp2-vpp2", model) for model in ("llama-tied", "qwen3")),
+    *(Case(layout, "llama-tied", vocabulary_multiple=128) for layout in ("tp2", "tp2-pp2-sp")),
+    *(Case(layout, model) for layout in ("single", "tp2") for model in ("llama-rope", "llama-mha")),
+]

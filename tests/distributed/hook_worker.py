@@ -1,0 +1,256 @@
+"""Measures, for every case of this world size, how far the hook is from the dense reference.
+
+torchrun --nproc-per-node N hook_worker.py RESULTS MODELS
+"""
+
+import json
+import sys
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from dense_reference import (
+    CLIP,
+    DUAL_CLIP,
+    ENTROPY_COEFF,
+    KL_COEFF,
+    NORM,
+    VALUE_CLIP,
+    DenseBatch,
+    aggregate,
+    hidden_states,
+    log_probs_and_entropy,
+    policy_losses,
+    random_batch,
+    value_losses,
+)
+from hook_cases import CASES, Case
+from model_folders import REWARD_MODELS, VOCABULARY
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from mppo.algorithm.aggregation import BatchCounts, token_weights
+from mppo.algorithm.policy_losses.vanilla import VanillaConfig, vanilla
+from mppo.algorithm.statistics import add_up
+from mppo.batch.packed import PackedBatch, pack
+from mppo.batch.trajectory import Trajectory
+from mppo.config import ModelSource
+from mppo.megatron import topology as layouts
+from mppo.megatron.collectives import gather_from_all, reduce_statistics, sum_over_data_parallel
+from mppo.megatron.model import build_chunks, wrap_for_training
+from mppo.megatron.objectives import LogProbPass, PolicyHead, PolicyObjective, ValueObjective, ValuePass
+from mppo.megatron.schedule import run_schedule
+from mppo.megatron.topology import Topology
+from mppo.weights.pretrained import PretrainedModel, open_model
+from mppo.weights.transfer import load, local_parameters
+
+GARBAGE = 1e3
+"""Stands in every field where the mask hides it."""
+
+
+class Gradients:
+    """A TensorSource of the reference's gradients, so that the loader cuts them as it cuts the weights."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.tensors = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        return self.tensors[name].narrow(dim, start, stop - start)
+
+    @property
+    def largest(self) -> float:
+        return max(gradient.abs().max().item() for gradient in self.tensors.values())
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest entry."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+class Comparison:
+    """One case: the same weights and batch, on the hook and on the dense reference."""
+
+    def __init__(self, case: Case, topology: Topology, models: Path):
+        self.case, self.topology = case, topology
+        self.critic = case.model in REWARD_MODELS
+        folder = str(models / case.model)
+        source = ModelSource(path=folder, dtype="float32", make_vocab_size_divisible_by=case.vocabulary_multiple)
+        self.model: PretrainedModel = open_model(source, seed=1)
+        self.chunks = build_chunks(self.model.config, case.parallel, self.model.dtype, value_head=self.critic)
+        self._load(self.chunks, self.model.source)
+        auto = AutoModelForSequenceClassification if self.critic else AutoModelForCausalLM
+        self.reference = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.dense = random_batch(VOCABULARY)
+
+    def errors(self) -> dict[str, float]:
+        expected = self._reference_outputs()
+        fields = self._made_up_fields(expected)
+        losses = {
+            name: aggregate(loss, self.dense.mask, self.case.mode)
+            for name, loss in self._reference_losses(expected, fields).items()
+        }
+        total = losses["vf_loss" if self.critic else "loss"]
+        total.backward()
+        batch = self._packed(fields)
+        return {
+            **self._output_errors(batch, {name: x.detach() for name, x in expected.items()}),
+            **self._training_errors(batch, {name: x.item() for name, x in losses.items()}),
+        }
+
+    def _load(self, chunks, source) -> None:
+        model = self.model
+        load(
+            chunks,
+            model.architecture,
+            model.config,
+            source,
+            self.topology,
+            value_head=self.critic,
+            zero_value_head=False,
+        )
+
+    # The reference
+
+    def _reference_outputs(self) -> dict[str, Tensor]:
+        hidden = hidden_states(self.reference.model, self.dense)
+        if self.critic:
+            return {"values": self.reference.score(hidden).squeeze(-1)}
+        logits = self.reference.lm_head(hidden)
+        log_probs, entropy = log_probs_and_entropy(logits, self.dense, self.case.temperature)
+        return {"log_probs": log_probs, "entropy": entropy}
+
+    def _made_up_fields(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Near enough to the current model that some tokens are clipped and some are not."""
+        noise = self.dense.noise
+        if self.critic:
+            values = outputs["values"].detach()
+            return {"values": values + 0.3 * noise["values"], "returns": values + noise["returns"]}
+        log_probs = outputs["log_probs"].detach()
+        return {
+            "old_log_probs": log_probs + 0.6 * noise["old_log_probs"],
+            "ref_log_probs": log_probs + 0.4 * noise["ref_log_probs"],
+            "advantages": noise["advantages"],
+        }
+
+    def _reference_losses(self, outputs: dict[str, Tensor], fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.critic:
+            return value_losses(outputs["values"], fields["values"], fields["returns"])
+        return policy_losses(**outputs, **fields)
+
+    # The hook
+
+    def _packed(self, fields: dict[str, Tensor]) -> PackedBatch:
+        batch = pack(trajectories(self.dense))
+        mask = self.dense.mask
+        counts = BatchCounts(int(mask.sum()), int(mask.any(-1).sum()))
+        return batch.with_fields(
+            weights=token_weights(self.case.mode, batch.mask, batch.segments, counts, NORM),
+            **{name: packed(torch.where(mask, x, GARBAGE), self.dense) for name, x in fields.items()},
+        )
+
+    def _micro_batches(self, batch: PackedBatch) -> list[PackedBatch]:
+        mine = self.case.parts[self.topology.dp_rank]
+        return [batch.select(which).pad_to_multiple(self.topology.token_multiple) for which in mine]
+
+    @property
+    def _head(self) -> PolicyHead:
+        return PolicyHead(VOCABULARY, self.case.temperature, self.topology.tp_group)
+
+    def _objective(self, batch: PackedBatch):
+        counts = BatchCounts(int(batch.mask.sum()), 0)
+        if self.critic:
+            return ValueObjective(VALUE_CLIP, counts)
+        loss = partial(vanilla, config=VanillaConfig(clip_ratio=CLIP, clip_ratio_c=DUAL_CLIP))
+        return PolicyObjective(self._head, loss, counts, entropy_coeff=ENTROPY_COEFF, kl_loss_coef=KL_COEFF)
+
+    def _output_errors(self, batch: PackedBatch, expected: dict[str, Tensor]) -> dict[str, float]:
+        pieces = self._micro_batches(batch)
+        closure = ValuePass() if self.critic else LogProbPass(self._head)
+        outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)
+        if not self.topology.is_last_stage:
+            return {}
+        real = packed(self.dense.real, self.dense).bool()
+        errors = {}
+        for name, dense in expected.items():
+            found = batch.gather_back(pieces, [output[name] for output in outputs])
+            found = sum_over_data_parallel(found, self.topology)
+            errors[name] = relative_error(found[real], packed(dense, self.dense)[real])
+        return errors
+
+    def _training_errors(self, batch: PackedBatch, losses: dict[str, float]) -> dict[str, float]:
+        chunks = wrap_for_training(self.chunks, use_distributed_optimizer=False)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        statistics = run_schedule(chunks, self._micro_batches(batch), self._objective(batch))
+        metrics = reduce_statistics(add_up(statistics), self.topology)
+        role = "critic" if self.critic else "actor"
+        return {
+            **{name: abs(metrics[f"{role}/{name}"] / loss - 1) for name, loss in losses.items()},
+            **self._gradient_errors(chunks),
+        }
+
+    def _gradient_errors(self, chunks) -> dict[str, float]:
+        """Every rank compares every parameter it holds: cut, replicated and padded ones alike."""
+        expected = Gradients(self.reference)
+        self._load(chunks, expected)
+        errors = {"gradient": 0.0, "gradient_by_tensor": 0.0}
+        for local in local_parameters(chunks, self.model.architecture, self.critic):
+            difference = (local.tensor.main_grad - local.tensor.data).abs().max().item()
+            of_model = difference / expected.largest
+            of_tensor = difference / max(expected.tensors[n].abs().max().item() for n in self._sources(local))
+            errors["gradient"] = max(errors["gradient"], of_model)
+            errors["gradient_by_tensor"] = max(errors["gradient_by_tensor"], of_tensor)
+        return errors
+
+    def _sources(self, local) -> list[str]:
+        tied = "lm_head.weight" in local.hf_names and self.model.config.tie_word_embeddings
+        return ["model.embed_tokens.weight"] if tied else local.hf_names
+
+
+def trajectories(dense: DenseBatch) -> list[Trajectory]:
+    """Column t of the dense mask is about token t+1; nothing decides about token 0."""
+    found = []
+    for i, length in enumerate(dense.lengths.tolist()):
+        action_mask = torch.zeros(length, dtype=torch.bool)
+        action_mask[1:] = dense.mask[i, : length - 1]
+        found.append(Trajectory(i, i, dense.tokens[i, :length], action_mask, torch.zeros(length)))
+    return found
+
+
+def packed(values: Tensor, dense: DenseBatch) -> Tensor:
+    """`[B, L-1] -> [T]`; the last position of a trajectory, which predicts nothing, gets 0."""
+    rows = zip(values, dense.lengths.tolist(), strict=True)
+    return torch.cat([torch.cat([row[: length - 1], row.new_zeros(1)]) for row, length in rows])
+
+
+def worst(errors: list[dict[str, float]]) -> dict[str, float]:
+    """Over all ranks."""
+    names = {name: None for rank in errors for name in rank}
+    return {name: max(rank[name] for rank in errors if name in rank) for name in names}
+
+
+def main(results: Path, models: Path) -> None:
+    processes = int(torch.os.environ["WORLD_SIZE"])
+    cases = sorted((case for case in CASES if case.processes == processes), key=lambda case: case.layout)
+    found = {}
+    for _, of_layout in groupby(cases, key=lambda case: case.layout):
+        of_layout = list(of_layout)
+        topology = layouts.initialize(of_layout[0].parallel, seed=1)
+        for case in of_layout:
+            found[case.name] = worst(gather_from_all(Comparison(case, topology, models).errors()))
+        layouts.parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        results.write_text(json.dumps(found, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

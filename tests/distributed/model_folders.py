@@ -1,0 +1,70 @@
+"""Small Hugging Face model folders, written by transformers itself."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from mppo.weights.presets import _character_tokenizer
+
+VOCABULARY = 66
+"""No power of two, so that the padding of the vocabulary is cut unevenly over tensor-parallel ranks."""
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+CONFIGS = {
+    "llama": LlamaConfig(**COMMON),
+    "llama-tied": LlamaConfig(**COMMON | {"tie_word_embeddings": True}),
+    "llama-rope": LlamaConfig(**COMMON, rope_scaling=LLAMA3_ROPE),
+    "llama-mha": LlamaConfig(**COMMON | {"num_key_value_heads": 4}),
+    "qwen2": Qwen2Config(**COMMON),
+    "qwen2-tied": Qwen2Config(**COMMON | {"tie_word_embeddings": True}),
+    "qwen3": Qwen3Config(**COMMON, head_dim=32),
+    "reward": LlamaConfig(**COMMON, num_labels=1),
+    "reward-tied": Qwen3Config(**COMMON | {"tie_word_embeddings": True}, head_dim=32, num_labels=1),
+}
+REWARD_MODELS = [name for name in CONFIGS if name.startswith("reward")]
+
+
+def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Write `CONFIGS[name]` with random weights, norms and biases included, and a tokenizer."""
+    torch.manual_seed(len(name))
+    build = AutoModelForSequenceClassification if name in REWARD_MODELS else AutoModelForCausalLM
+    model = build.from_config(CONFIGS[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder)
+    _character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_all(folder: Path) -> Path:
+    """Every model of CONFIGS, each in a subfolder of its name."""
+    for name in CONFIGS:
+        write_model(name, folder / name)
+    return folder

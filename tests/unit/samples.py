@@ -1,0 +1,85 @@
+"""Small trajectories and packed vectors, made by hand or drawn by hypothesis."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mppo.algorithm.segments import Segments
+from mppo.batch.packed import PackedBatch, pack
+from mppo.batch.trajectory import Trajectory
+
+
+def segments_of(*lengths: int) -> Segments:
+    """Trajectories of these lengths, packed."""
+    return Segments.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0))
+
+
+def trajectory(mask: list[int], *, index: int = 0, group: int = 0, **fields: Any) -> Trajectory:
+    """A trajectory whose tokens and log-probs tell their place: token i of trajectory k is `100 k + i`."""
+    actions = torch.tensor(mask, dtype=torch.bool)
+    place = torch.arange(len(mask))
+    given = {
+        "tokens": 100 * index + place,
+        "action_mask": actions,
+        "rollout_log_probs": -(place + 1.0) * actions,
+    }
+    return Trajectory(index=index, group=group, **{**given, **fields})
+
+
+@st.composite
+def batches(draw, max_trajectories: int = 6, max_length: int = 7) -> list[Trajectory]:
+    """Trajectories with holes in their masks, some of them without any action, in groups of two."""
+    masks = draw(
+        st.lists(
+            st.lists(st.integers(0, 1), max_size=max_length - 1).map(lambda response: [0, *response]),
+            min_size=1,
+            max_size=max_trajectories,
+        )
+    )
+    rewards = draw(vectors(len(masks))).tolist()
+    return [
+        trajectory(mask, index=i, group=i // 2, reward=rewards[i], token_rewards=draw(vectors(len(mask))).float())
+        for i, mask in enumerate(masks)
+    ]
+
+
+def vectors(*shape: int) -> st.SearchStrategy[Tensor]:
+    """Tenths from -3 to 3 in float64, so that zeros and ties are common."""
+
+    def fill(seed: int) -> Tensor:
+        return torch.randint(-30, 31, shape, generator=torch.Generator().manual_seed(seed)).double() / 10
+
+    return st.integers(0, 2**32 - 1).map(fill)
+
+
+def packed_batches(**sizes: int) -> st.SearchStrategy[PackedBatch]:
+    return batches(**sizes).map(pack)
+
+
+def masked_sum(loss: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+    """How token losses become one number."""
+    return (torch.where(mask, loss, 0.0) * weights).sum()
+
+
+def over_parts(parts: list[Any], compute: Callable[[Any, Callable[[Tensor], Tensor]], Any]) -> list[Any]:
+    """`compute(part, reduce_sum)` for all parts of a batch at once, where `reduce_sum` adds up over the parts."""
+    terms: list[Tensor | None] = [None] * len(parts)
+    arrived, read = (Barrier(len(parts), timeout=30) for _ in range(2))
+
+    def run(rank: int) -> Any:
+        def reduce_sum(x: Tensor) -> Tensor:
+            terms[rank] = x
+            arrived.wait()
+            total = torch.stack(terms).sum(0)
+            read.wait()
+            return total
+
+        return compute(parts[rank], reduce_sum)
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return list(pool.map(run, range(len(parts))))
