@@ -40,7 +40,7 @@ class PromptSet:
         """
         size = len(self.prompts)
         places = [divmod(place, size) for place in range(step * count, (step + 1) * count)]
-        orders = {epoch: self._order(epoch, seed) for epoch, _ in places}
+        orders = {epoch: self._order(epoch, seed) for epoch in {epoch for epoch, _ in places}}
         return [self.prompts[orders[epoch][offset]] for epoch, offset in places]
 
     def _order(self, epoch: int, seed: int | None) -> list[int]:

@@ -4,7 +4,9 @@ torchrun --nproc-per-node N hook_worker.py RESULTS MODELS
 """
 
 import json
+import os
 import sys
+from collections.abc import Iterable
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -65,9 +67,14 @@ class Gradients:
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         return self.tensors[name].narrow(dim, start, stop - start)
 
-    @property
-    def largest(self) -> float:
-        return max(gradient.abs().max().item() for gradient in self.tensors.values())
+    def largest(self, names: Iterable[str]) -> float:
+        """The largest entry of the gradients of these parameters."""
+        return largest(self.tensors[name].abs().max().item() for name in names)
+
+
+def largest(values: Iterable[float]) -> float:
+    """NaN when one of them is."""
+    return torch.tensor(list(values)).max().item()
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -91,19 +98,12 @@ class Comparison:
         self.dense = random_batch(VOCABULARY)
 
     def errors(self) -> dict[str, float]:
-        expected = self._reference_outputs()
-        fields = self._made_up_fields(expected)
-        losses = {
-            name: aggregate(loss, self.dense.mask, self.case.mode)
-            for name, loss in self._reference_losses(expected, fields).items()
-        }
-        total = losses["vf_loss" if self.critic else "loss"]
-        total.backward()
+        outputs = self._reference_outputs()
+        fields = self._made_up_fields(outputs)
+        token_losses = self._reference_losses(outputs, fields)
+        self._aggregate(token_losses["vf_loss" if self.critic else "loss"]).backward()
         batch = self._packed(fields)
-        return {
-            **self._output_errors(batch, {name: x.detach() for name, x in expected.items()}),
-            **self._training_errors(batch, {name: x.item() for name, x in losses.items()}),
-        }
+        return self._output_errors(batch, outputs) | self._training_errors(batch, token_losses)
 
     def _load(self, chunks, source) -> None:
         model = self.model
@@ -145,6 +145,9 @@ class Comparison:
             return value_losses(outputs["values"], fields["values"], fields["returns"])
         return policy_losses(**outputs, **fields)
 
+    def _aggregate(self, token_losses: Tensor) -> Tensor:
+        return aggregate(token_losses, self.dense.mask, self.case.mode)
+
     # The hook
 
     def _packed(self, fields: dict[str, Tensor]) -> PackedBatch:
@@ -182,33 +185,36 @@ class Comparison:
         for name, dense in expected.items():
             found = batch.gather_back(pieces, [output[name] for output in outputs])
             found = sum_over_data_parallel(found, self.topology)
-            errors[name] = relative_error(found[real], packed(dense, self.dense)[real])
+            errors[name] = relative_error(found[real], packed(dense.detach(), self.dense)[real])
         return errors
 
-    def _training_errors(self, batch: PackedBatch, losses: dict[str, float]) -> dict[str, float]:
+    def _training_errors(self, batch: PackedBatch, token_losses: dict[str, Tensor]) -> dict[str, float]:
         chunks = wrap_for_training(self.chunks, use_distributed_optimizer=False)
         for chunk in chunks:
             chunk.zero_grad_buffer()
         statistics = run_schedule(chunks, self._micro_batches(batch), self._objective(batch))
         metrics = reduce_statistics(add_up(statistics), self.topology)
         role = "critic" if self.critic else "actor"
-        return {
-            **{name: abs(metrics[f"{role}/{name}"] / loss - 1) for name, loss in losses.items()},
-            **self._gradient_errors(chunks),
+        errors = {
+            name: self._loss_error(metrics[f"{role}/{name}"], expected) for name, expected in token_losses.items()
         }
+        return errors | self._gradient_errors(chunks)
+
+    def _loss_error(self, found: float, token_losses: Tensor) -> float:
+        """Relative to the sum of the sizes of the token losses: they have both signs and may cancel."""
+        return (abs(found - self._aggregate(token_losses)) / self._aggregate(token_losses.abs())).item()
 
     def _gradient_errors(self, chunks) -> dict[str, float]:
         """Every rank compares every parameter it holds: cut, replicated and padded ones alike."""
         expected = Gradients(self.reference)
         self._load(chunks, expected)
-        errors = {"gradient": 0.0, "gradient_by_tensor": 0.0}
+        of_model = expected.largest(expected.names())
+        errors = []
         for local in local_parameters(chunks, self.model.architecture, self.critic):
             difference = (local.tensor.main_grad - local.tensor.data).abs().max().item()
-            of_model = difference / expected.largest
-            of_tensor = difference / max(expected.tensors[n].abs().max().item() for n in self._sources(local))
-            errors["gradient"] = max(errors["gradient"], of_model)
-            errors["gradient_by_tensor"] = max(errors["gradient_by_tensor"], of_tensor)
-        return errors
+            errors.append((difference / of_model, difference / expected.largest(self._sources(local))))
+        by_model, by_tensor = zip(*errors, strict=True)
+        return {"gradient": largest(by_model), "gradient_by_tensor": largest(by_tensor)}
 
     def _sources(self, local) -> list[str]:
         tied = "lm_head.weight" in local.hf_names and self.model.config.tie_word_embeddings
@@ -233,12 +239,12 @@ def packed(values: Tensor, dense: DenseBatch) -> Tensor:
 
 def worst(errors: list[dict[str, float]]) -> dict[str, float]:
     """Over all ranks."""
-    names = {name: None for rank in errors for name in rank}
-    return {name: max(rank[name] for rank in errors if name in rank) for name in names}
+    names = {name for rank in errors for name in rank}
+    return {name: largest(rank[name] for rank in errors if name in rank) for name in sorted(names)}
 
 
 def main(results: Path, models: Path) -> None:
-    processes = int(torch.os.environ["WORLD_SIZE"])
+    processes = int(os.environ["WORLD_SIZE"])
     cases = sorted((case for case in CASES if case.processes == processes), key=lambda case: case.layout)
     found = {}
     for _, of_layout in groupby(cases, key=lambda case: case.layout):

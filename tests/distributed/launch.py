@@ -10,7 +10,8 @@ from typing import Any
 import mppo
 
 HERE = Path(__file__).parent
-TAIL = 4000
+TAIL = 8000
+"""Characters; torchrun itself adds about 3000 after a worker's traceback."""
 
 
 def torchrun(script: str, processes: int, *arguments: Any, timeout: float = 300) -> str:
@@ -42,4 +43,10 @@ def torchrun_results(script: str, processes: int, results: Path, *arguments: Any
 def _environment() -> dict[str, str]:
     package_root = str(Path(mppo.__file__).parents[1])
     paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }

@@ -25,7 +25,7 @@ COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    "initializer_range": 0.08,
+    "initializer_range": 0.02,
     "tie_word_embeddings": False,
 }
 LLAMA3_ROPE = {
@@ -57,7 +57,7 @@ def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
     model = build.from_config(CONFIGS[name])
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+            parameter.add_(0.02 * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(folder)
     _character_tokenizer().save_pretrained(folder)
     return folder

@@ -1,5 +1,6 @@
 """Runs a golden case through mppo: its padded rows are packed, weighed, evaluated and unpacked as in training."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -83,10 +84,10 @@ def find(registry: Registry, name: str) -> Plugin:
     return registry.get(name)
 
 
-def configured(plugin: Plugin, config: dict[str, Any]) -> Any:
-    """Of the knobs of a case, those that this plugin reads."""
+def bound(plugin: Plugin, config: dict[str, Any]) -> Callable:
+    """The plugin with those knobs of the case that it reads: a case lists the knobs of all."""
     read = {f.name for f in fields(plugin.config)}
-    return plugin.configure({name: value for name, value in config.items() if name in read}, "config")
+    return plugin.bind({name: value for name, value in config.items() if name in read}, "config")
 
 
 def policy_losses(packed: Packed, name: str, config: dict, inputs: dict, log_probs: Tensor) -> TokenLosses:
@@ -100,7 +101,7 @@ def policy_losses(packed: Packed, name: str, config: dict, inputs: dict, log_pro
         mask=packed.mask,
         segments=packed.segments,
     )
-    return plugin.fn(x, configured(plugin, config))
+    return bound(plugin, config)(x)
 
 
 def policy_loss(name: str, config: dict, inputs: dict, mode: str) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def advantage(name: str, config: dict, inputs: dict, mode: None) -> dict[str, An
         num_groups=packed.num_groups,
         values=packed.states(inputs["values"]) if "values" in inputs else None,
     )
-    result = plugin.fn(x, configured(plugin, config))
+    result = bound(plugin, config)(x)
     return {"advantages": packed.rows(result.advantages), "returns": packed.rows(result.returns)}
 
 

@@ -25,7 +25,7 @@ ALL = {
 IMPLEMENTED = {
     "policy_loss": 6,  # vanilla without importance weights
     "aggregate": 5,
-    "advantage": 4,  # gae, grpo
+    "advantage": 6,  # gae, grpo, reinforce_plus_plus
     "kl": 11,
     "kl_controller": 2,
     "value_loss": 10,

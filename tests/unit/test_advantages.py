@@ -14,8 +14,7 @@ pytestmark = pytest.mark.unit
 
 
 def estimate(name, x, **knobs):
-    plugin = ESTIMATORS.get(name)
-    return plugin.fn(x, plugin.configure(knobs, "algorithm.adv_options"))
+    return ESTIMATORS.get(name).bind(knobs, "algorithm.adv_options")(x)
 
 
 def inputs_of(batch, rewards, values=None, reduce_sum=no_reduction):
@@ -48,23 +47,33 @@ def test_gae_is_the_recursion_over_the_actions_of_each_trajectory(data, gamma, l
     batch = data.draw(packed_batches(max_length=12))
     rewards, values = data.draw(vectors(2, len(batch)))
     rows = [x.split(batch.lengths) for x in (rewards, values, batch.mask)]
-    raw = torch.cat(
-        [torch.tensor(recursion(*(x.tolist() for x in row), gamma, lam)) for row in zip(*rows, strict=True)]
-    )
+    raw = [a for row in zip(*rows, strict=True) for a in recursion(*(x.tolist() for x in row), gamma, lam)]
+    raw = torch.tensor(raw, dtype=torch.double)
 
     result = estimate("gae", inputs_of(batch, rewards, values), gamma=gamma, lam=lam)
     torch.testing.assert_close(result.returns, torch.where(batch.mask, raw + values, 0.0))
     torch.testing.assert_close(result.advantages, whiten(raw, batch.mask, no_reduction), rtol=1e-6, atol=1e-6)
 
 
-@given(st.data())
-def test_gae_does_not_read_what_the_mask_hides(data):
+@given(st.data(), st.sampled_from([0.0, 0.9, 1.0]))
+def test_reinforce_plus_plus_is_monte_carlo_gae_without_a_critic(data, gamma):
     batch = data.draw(packed_batches())
-    rewards, values = data.draw(vectors(2, len(batch)))
-    hidden = (torch.where(batch.mask, x, torch.nan) for x in (rewards, values))
-    shown, blind = estimate("gae", inputs_of(batch, rewards, values)), estimate("gae", inputs_of(batch, *hidden))
-    assert torch.equal(shown.advantages, blind.advantages)
-    assert torch.equal(shown.returns, blind.returns)
+    rewards = data.draw(vectors(len(batch)))
+    to_go = estimate("reinforce_plus_plus", inputs_of(batch, rewards), gamma=gamma)
+    expected = estimate("gae", inputs_of(batch, rewards, torch.zeros_like(rewards)), gamma=gamma, lam=1.0)
+    assert torch.equal(to_go.advantages, expected.advantages)
+    assert torch.equal(to_go.returns, expected.returns)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+@given(st.data())
+def test_estimators_of_returns_do_not_read_what_the_mask_hides(name, data):
+    batch = data.draw(packed_batches())
+    shown = data.draw(vectors(2, len(batch)))
+    hidden = torch.where(batch.mask, shown, torch.nan)
+    results = [estimate(name, inputs_of(batch, rewards, values)) for rewards, values in (shown, hidden)]
+    assert torch.equal(results[0].advantages, results[1].advantages)
+    assert torch.equal(results[0].returns, results[1].returns)
 
 
 @given(st.lists(st.integers(0, 3), max_size=20).map(sorted), st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.data())

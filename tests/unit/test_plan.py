@@ -17,7 +17,7 @@ def flat(nested):
     return [index for part in nested for index in part]
 
 
-@given(st.integers(0, 60), st.integers(1, 12), st.none() | st.integers(0, 5))
+@given(st.integers(0, 60), st.integers(1, 12), st.sampled_from([None, "1:0", "1:1"]))
 def test_each_trajectory_is_in_one_mini_batch_of_nearly_equal_ones(count, size, seed):
     mini_batches = split_mini_batches(count, size, seed)
     sizes = [len(m) for m in mini_batches]
@@ -31,8 +31,8 @@ def test_without_a_seed_mini_batches_are_cut_in_order():
 
 
 def test_a_seed_fixes_the_shuffle():
-    assert split_mini_batches(32, 8, shuffle_seed=1) == split_mini_batches(32, 8, shuffle_seed=1)
-    assert split_mini_batches(32, 8, shuffle_seed=1) != split_mini_batches(32, 8, shuffle_seed=2)
+    assert split_mini_batches(32, 8, shuffle_seed="1") == split_mini_batches(32, 8, shuffle_seed="1")
+    assert split_mini_batches(32, 8, shuffle_seed="1") != split_mini_batches(32, 8, shuffle_seed="2")
 
 
 @given(batch_lengths, st.integers(1, 6), st.integers(1, 5))

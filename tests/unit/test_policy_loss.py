@@ -21,8 +21,7 @@ def inputs(log_ratios, advantages):
 
 
 def vanilla(x, **knobs):
-    plugin = POLICY_LOSSES.get("vanilla")
-    return plugin.fn(x, plugin.configure(knobs, "actor.policy_loss"))
+    return POLICY_LOSSES.get("vanilla").bind(knobs, "actor.policy_loss")(x)
 
 
 def loss_and_gradient(advantage, log_ratio, **knobs):
@@ -106,6 +105,7 @@ def test_statistics_tell_what_was_clipped():
     assert value["pg_clipfrac"] == 2 / 4
     assert value["pg_clipfrac_lower"] == 1 / 4
     assert value["ppo_kl"] == pytest.approx(-math.log(1.5 * 1.5 * 0.5 * 5.0) / 4)
+    assert value["ratio_deviation"] == pytest.approx((0.5 + 0.5 + 0.5 + 4.0) / 4)
     assert value["log_ratio_saturated"] == 0.0
 
 

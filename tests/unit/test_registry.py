@@ -4,7 +4,7 @@ import pytest
 
 from mppo.algorithm.kl import k2
 from mppo.errors import ConfigError
-from mppo.registry import Registry
+from mppo.registry import Plugin, Registry
 
 pytestmark = pytest.mark.unit
 
@@ -33,6 +33,10 @@ def teal():
 
 
 teal.config = Shade
+
+
+def tint(base, config):
+    return base, config
 
 
 def registry_with(name, fn):
@@ -96,6 +100,14 @@ def test_knobs_are_typed_and_have_defaults():
     crimson = COLOURS.get("crimson")
     assert crimson.configure({}, "paint") == Shade(0.5, None)
     assert crimson.configure({"depth": 1, "steps": "3"}, "paint") == Shade(1.0, 3)
+
+
+def test_a_plugin_is_called_with_its_knobs_as_config():
+    assert Plugin("tint", tint, Shade).bind({"depth": 0.2}, "paint")("red") == ("red", Shade(0.2))
+
+
+def test_a_plugin_without_knobs_is_called_as_it_is():
+    assert registry_with("teal", teal).get("teal").bind({}, "paint") is teal
 
 
 def test_an_unknown_knob_is_named_with_the_nearest():
