@@ -229,7 +229,7 @@ def _check_batches(where: str, role: Any) -> None:
     by_count = [n for n in vars(role) if n.endswith("micro_batch_size_per_gpu") and getattr(role, n)]
     if role.use_dynamic_bsz and by_count:
         raise ConfigError(f"{where}.{by_count[0]} has no effect with {where}.use_dynamic_bsz=true; unset it")
-    elif by_tokens:
+    if by_tokens and not role.use_dynamic_bsz:
         raise ConfigError(f"{where}.{by_tokens[0]} has no effect with {where}.use_dynamic_bsz=false; unset it")
 
 

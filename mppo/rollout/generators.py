@@ -34,24 +34,21 @@ def reasoning_gym(config: ReasoningGymConfig) -> list[dict[str, Any]]:
 @dataclass(frozen=True)
 class AdditionConfig:
     split: str = "train"
-    """`train` or `held_out`: two parts of all 100 pairs of digits that share none."""
-    held_out: int = 20
-    """Pairs in the second part."""
+    """`held_out`: the 20 pairs of digits with a + 2b divisible by 5, which hold every a and every b twice;
+    `train`: the other 80."""
     prefix: str = "1+2=3\n5+4=9\n"
     """Worked examples before the question."""
-    seed: int = 0
 
     def __post_init__(self):
-        if self.split not in ("train", "held_out") or not 0 < self.held_out < 100:
-            raise ConfigError("addition: split is `train` or `held_out`, and held_out is between 1 and 99")
+        if self.split not in ("train", "held_out"):
+            raise ConfigError(f"addition: split is {self.split!r}; choose `train` or `held_out`")
 
 
 @GENERATORS.register("addition", config=AdditionConfig)
 def addition(config: AdditionConfig) -> list[dict[str, Any]]:
     """Sums of two digits."""
     pairs = [(a, b) for a in range(10) for b in range(10)]
-    random.Random(config.seed).shuffle(pairs)
-    chosen = pairs[: config.held_out] if config.split == "held_out" else pairs[config.held_out :]
+    chosen = [(a, b) for a, b in pairs if ((a + 2 * b) % 5 == 0) == (config.split == "held_out")]
     return [{"prompt": f"{config.prefix}{a}+{b}=", "ground_truth": str(a + b)} for a, b in chosen]
 
 

@@ -1,0 +1,149 @@
+"""Configuration files and overrides become a typed Config, or an error that names the field."""
+
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from mppo.cli.compose import default_config_dir, load_config
+from mppo.config import Config
+from mppo.errors import ConfigError
+from mppo.trainer.resolve import resolve
+
+pytestmark = pytest.mark.unit
+
+
+def config_with(*overrides: str) -> Config:
+    return load_config("train", ["actor.ppo_micro_batch_size_per_gpu=2", *overrides])
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in default_config_dir().glob("*.yaml") if p.stem != "train"))
+def test_every_shipped_configuration_resolves(name):
+    resolved = resolve(load_config(name, []), data_parallel_size=1)
+    assert resolved.trajectories == resolved.config.data.train_batch_size * resolved.config.rollout.n
+
+
+def test_overrides_set_fields_that_no_file_mentions():
+    config = config_with("actor.optim.lr=3e-5", "actor.policy_loss.clip_ratio=0.3")
+    assert config.actor.optim.lr == 3e-5
+    assert config.actor.policy_loss == {"loss_mode": "vanilla", "clip_ratio": 0.3}
+
+
+def test_clip_ratio_sets_both_sides_unless_a_side_is_given():
+    resolved = resolve(config_with("actor.policy_loss.clip_ratio=0.3", "actor.policy_loss.clip_ratio_high=0.5"), 1)
+    loss_config = resolved.policy_loss.keywords["config"]
+    assert (loss_config.low, loss_config.high) == (0.3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("actor.optim.learning_rate=1", "unknown field 'actor.optim.learning_rate'"),
+        ("actor.ppo_epoch=2", "did you mean 'ppo_epochs'"),
+        ("actor.total_training_steps=2", "did you mean 'trainer.total_training_steps'"),
+        ("nonsense=1", "unknown field 'nonsense'"),
+        ("actor.ppo_epochs=often", "actor.ppo_epochs"),
+        ("actor.ppo_epochs=0", "actor.ppo_epochs is 0"),
+        ("actor.ppo_max_token_len_per_gpu=9", "actor.ppo_max_token_len_per_gpu has no effect"),
+        ("actor.use_dynamic_bsz=true", "actor.ppo_micro_batch_size_per_gpu has no effect"),
+        ("parallel.sequence_parallel=true", "parallel.sequence_parallel has no effect"),
+        ("parallel.virtual_pipeline_model_parallel_size=2", "needs pipeline_model_parallel_size"),
+        ("parallel.context_parallel_size=2", "parallel.context_parallel_size"),
+        ("data.overlong_prompts=drop", "data.overlong_prompts is 'drop'"),
+        ("model.dtype=float16", "model.dtype is 'float16'"),
+        ("rollout.top_p=0", "rollout.top_p is 0"),
+        ("actor.optim.min_lr=1e-7", "optim.min_lr has no effect"),
+    ],
+)
+def test_a_bad_field_is_named_when_the_configuration_is_read(override, named):
+    with pytest.raises(ConfigError) as caught:
+        config_with(override)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("algorithm.adv_estimator=grop", "did you mean 'grpo'"),
+        ("actor.policy_loss.loss_mode=vanila", "did you mean 'vanilla'"),
+        ("actor.policy_loss.clip_cov_ratio=1", "actor.policy_loss.clip_cov_ratio"),
+        ("algorithm.adv_options.lam=0.9", "algorithm.adv_options.lam: 'grpo' does not read this knob"),
+        ("reward.function=exact", "unknown reward 'exact'"),
+        ("reward.options.fold=true", "reward.options.fold"),
+        ("actor.loss_agg_mode=mean", "unknown aggregation mode 'mean'"),
+        ("actor.kl_loss_type=k4", "unknown KL form 'k4'"),
+        ("critic.ppo_epochs=2", "critic is set but would have no effect"),
+        ("ref.placement=device", "ref is set but would have no effect"),
+        ("actor.kl_loss_coef=0.1", "actor.kl_loss_coef is set but would have no effect"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_ctrl is set but would have no effect"),
+        ("actor.loss_scale_factor=100", "actor.loss_scale_factor is set"),
+        ("trainer.test_freq=5", "trainer.test_freq is set but would have no effect"),
+    ],
+)
+def test_a_contradiction_is_named_when_the_configuration_is_resolved(override, named):
+    with pytest.raises(ConfigError) as caught:
+        resolve(config_with(override), data_parallel_size=1)
+    assert named in str(caught.value)
+
+
+def test_a_missing_micro_batch_limit_is_named():
+    with pytest.raises(ConfigError, match=r"actor\.ppo_micro_batch_size_per_gpu is not given"):
+        resolve(load_config("train", []), data_parallel_size=1)
+
+
+def test_both_kl_paths_warn_with_both_coefficients_and_strict_refuses():
+    both = ("actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true", "rollout.n=2")
+    (warning,) = resolve(config_with(*both), 1).warnings
+    assert "actor.kl_loss_coef=0.001" in warning and "algorithm.kl_ctrl.kl_coef=0.001" in warning
+    with pytest.raises(ConfigError, match="strict=true"):
+        resolve(config_with(*both, "strict=true"), 1)
+
+
+def test_the_critic_inherits_the_actors_limits_and_mode_and_may_have_its_own():
+    gae = ("algorithm.adv_estimator=gae", "actor.loss_agg_mode=seq-mean-token-sum")
+    inherited = resolve(config_with(*gae), 1)
+    assert inherited.critic.limit == inherited.actor.limit
+    assert inherited.critic.loss_agg_mode == "seq-mean-token-sum"
+    own = resolve(
+        config_with(
+            *gae,
+            "critic.use_dynamic_bsz=true",
+            "critic.ppo_max_token_len_per_gpu=64",
+            "critic.ppo_infer_max_token_len_per_gpu=128",
+            "critic.loss_agg_mode=token-mean",
+            "critic.ppo_mini_batch_size=4",
+            "critic.ppo_epochs=3",
+        ),
+        1,
+    ).critic
+    assert (own.limit.tokens, own.infer_limit.tokens) == (64, 128)
+    assert (own.loss_agg_mode, own.mini_batch_size, own.epochs) == ("token-mean", 4, 3)
+
+
+def test_a_loss_by_import_path_is_found():
+    loss = resolve(config_with("actor.policy_loss.loss_mode=tests.unit.test_config:a_loss_of_ones_own"), 1).policy_loss
+    assert loss is a_loss_of_ones_own
+
+
+def a_loss_of_ones_own(x):
+    return x
+
+
+def read_sources() -> str:
+    import mppo
+
+    package = default_config_dir().parent / mppo.__name__
+    return "\n".join(p.read_text() for p in package.rglob("*.py") if p.name != "config.py")
+
+
+def test_every_field_is_read_somewhere():
+    """No dead knobs: each name of the typed configuration occurs as an attribute outside config.py."""
+    sources = read_sources()
+
+    def unread(schema, where):
+        for field in fields(schema):
+            if is_dataclass(field.type):
+                yield from unread(field.type, f"{where}{field.name}.")
+            elif f".{field.name}" not in sources:
+                yield where + field.name
+
+    assert list(unread(Config, "")) == []

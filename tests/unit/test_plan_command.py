@@ -1,0 +1,72 @@
+"""`mppo plan` says what a configuration does; the example is section 11.4 of the reference text."""
+
+import json
+
+import pytest
+
+from mppo.cli.main import main
+
+pytestmark = pytest.mark.unit
+
+EXAMPLE = [
+    "data.train_batch_size=128",
+    "rollout.n=8",
+    "actor.ppo_mini_batch_size=32",
+    "actor.ppo_micro_batch_size_per_gpu=2",
+    "actor.ppo_epochs=2",
+]
+
+
+def plan(capsys, *arguments: str) -> dict:
+    assert main(["plan", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_example_of_section_11_4(capsys):
+    example = plan(capsys, "--world-size", "8", *EXAMPLE)
+    actor = example["actor"]
+    assert example["data_parallel_size"] == 8
+    assert example["trajectories_per_step"] == 1024
+    assert actor["trajectories_per_mini_batch"] == 256
+    assert actor["trajectories_per_mini_batch_per_rank"] == 32
+    assert actor["trajectories_per_wave"] == 16
+    assert actor["micro_batches_per_mini_batch"] == 16
+    assert actor["mini_batches_per_epoch"] == 4
+    assert actor["optimizer_steps_per_training_step"] == 8
+
+
+def test_the_section_14_2_configuration_has_256_trajectories_per_mini_batch(capsys):
+    example = plan(
+        capsys,
+        "rollout.n=8",
+        "data.train_batch_size=32",
+        "actor.ppo_mini_batch_size=32",
+        "actor.use_dynamic_bsz=true",
+        "actor.ppo_max_token_len_per_gpu=24576",
+        "actor.use_kl_loss=true",
+    )
+    assert example["actor"]["trajectories_per_mini_batch"] == 256
+    assert example["actor"]["micro_batches_per_mini_batch"] is None
+    assert example["kl_in_loss"] == "0.001 x low_var_kl"
+    assert example["actor"]["loss"] == "vanilla" and example["adv_estimator"] == "grpo"
+
+
+def test_the_table_names_estimator_loss_and_aggregation(capsys):
+    assert main(["plan", *EXAMPLE]) == 0
+    table = capsys.readouterr().out
+    for shown in ("grpo", "vanilla", "token-mean", "1024", "optimizer steps"):
+        assert shown in table
+
+
+def test_a_world_that_cannot_be_cut_says_which_numbers_to_change(capsys):
+    status = main(["plan", "--world-size", "6", "parallel.tensor_model_parallel_size=4", *EXAMPLE])
+    message = capsys.readouterr().err
+    assert status == 2
+    assert "6 processes" in message and "TP 4" in message and "tensor_model_parallel_size" in message
+
+
+def test_a_bad_field_ends_in_one_line(capsys):
+    assert main(["plan", "actor.ppo_epoch=1"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "mppo: ConfigError: unknown field 'actor.ppo_epoch'; did you mean 'ppo_epochs'?"
+    ]
