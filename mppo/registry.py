@@ -49,7 +49,7 @@ class Plugin(Generic[T]):
         try:
             return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.config), values))
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"{where}.{error.full_key}: {str(error).splitlines()[0]}") from error
 
     def bind(self, values: dict[str, Any], where: str) -> Callable:
         """The callable with its configuration given, as the keyword `config`; without one if it has no knobs."""
@@ -99,8 +99,10 @@ class Registry(Generic[T]):
         module_name, _, attribute = path.partition(":")
         try:
             target = getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.kind} {path!r} cannot be imported: {error}") from error
+        if not callable(target):
+            raise ConfigError(f"{self.kind} {path!r} is not callable")
         registered = next((p for p in self._plugins.values() if p.fn is target), None)
         return registered or Plugin(path, target, getattr(target, "config", NoConfig), {})
 

@@ -130,7 +130,7 @@ def pack(trajectories: list[Trajectory]) -> PackedBatch:
 
     def states(per_token: list[Tensor], dtype: torch.dtype) -> Tensor:
         """`[L]` each, about token i -> `[T]`, about predicting token t+1."""
-        shifted = [torch.cat([x[1:], x.new_zeros(1)]) for x in per_token]
+        shifted = [torch.cat([x[1:], x.new_zeros(min(len(x), 1))]) for x in per_token]
         return torch.cat(shifted).to(dtype) if shifted else torch.zeros(0, dtype=dtype)
 
     lengths = torch.tensor([0] + [len(t) for t in trajectories], dtype=torch.long)
@@ -150,7 +150,7 @@ def pack(trajectories: list[Trajectory]) -> PackedBatch:
 def unpack(batch: PackedBatch, values: Tensor) -> list[Tensor]:
     """`[T]` in state coordinates -> one `[L]` vector per trajectory in token coordinates (entry 0 is 0)."""
     pieces = values.split(batch.lengths)
-    return [torch.cat([piece.new_zeros(1), piece[:-1]]) for piece in pieces]
+    return [torch.cat([piece.new_zeros(min(len(piece), 1)), piece[:-1]]) for piece in pieces]
 
 
 def _token_rewards(trajectory: Trajectory) -> Tensor:

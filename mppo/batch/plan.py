@@ -26,6 +26,8 @@ class MicroBatchLimit:
     def __post_init__(self):
         if (self.trajectories is None) == (self.tokens is None):
             raise ConfigError("a micro-batch is limited either by trajectories or by tokens, not by both or neither")
+        if (self.trajectories or self.tokens or 0) <= 0:
+            raise ConfigError(f"the limit of a micro-batch is {self.trajectories or self.tokens}; it must be positive")
 
 
 def split_mini_batches(count: int, mini_batch_size: int, shuffle_seed: str | None = None) -> list[list[int]]:
@@ -33,6 +35,8 @@ def split_mini_batches(count: int, mini_batch_size: int, shuffle_seed: str | Non
 
     In order of index, or in an order drawn from `shuffle_seed`.
     """
+    if mini_batch_size <= 0:
+        raise ConfigError(f"the mini-batch size is {mini_batch_size}; it must be positive")
     order = list(range(count))
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(order)

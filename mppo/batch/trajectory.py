@@ -1,5 +1,6 @@
 """One rollout: what the engine read and wrote, token by token."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,8 @@ class Trajectory:
             vector = getattr(self, name)
             if vector is not None and vector.shape != self.tokens.shape:
                 raise DataError(f"{where}: {name} has shape {tuple(vector.shape)}, tokens {tuple(self.tokens.shape)}")
+        if self.action_mask.dtype != torch.bool:
+            raise DataError(f"{where}: action_mask is {self.action_mask.dtype}; it must be bool")
         if len(self.tokens) == 0:
             raise DataError(f"{where}: no tokens")
         if bool(self.action_mask[0]):
@@ -72,3 +75,6 @@ class Trajectory:
             )
         if not bool(torch.isfinite(self.rollout_log_probs[self.action_mask]).all()):
             raise DataError(f"{where}: the engine returned a log-prob that is not finite")
+        rewards = self.token_rewards if self.token_rewards is not None else torch.zeros(0)
+        if not (math.isfinite(self.reward) and bool(torch.isfinite(rewards).all())):
+            raise DataError(f"{where}: a reward is not finite")

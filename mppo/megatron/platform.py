@@ -138,6 +138,8 @@ def _redirect_factories() -> None:
 
         return wrapper
 
+    with CPU:  # torch notes its factories at the first `with device:`, and must note its own, not these wrappers
+        torch.empty(0)
     for name in ("zeros", "tensor", "ones", "empty", "empty_like"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self

@@ -45,6 +45,10 @@ def test_every_mini_batch_is_balanced_by_itself(lengths, size, ranks):
         assert max(loads) - min(loads) <= max(lengths[i] for i in mini_batch)
 
 
+def test_one_long_trajectory_weighs_as_much_as_four_short_ones():
+    assert assign_ranks([list(range(5))], [8.0, 2.0, 2.0, 2.0, 2.0], ranks=2) == [0, 1, 1, 1, 1]
+
+
 def test_equal_work_is_spread_by_number():
     assert sorted(assign_ranks([list(range(6))], [0.0] * 6, ranks=3)) == [0, 0, 1, 1, 2, 2]
 

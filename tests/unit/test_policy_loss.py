@@ -100,12 +100,12 @@ def test_clip_ratio_sets_both_sides_unless_a_side_is_given(knobs, good, bad):
 
 
 def test_statistics_tell_what_was_clipped():
-    x = inputs([math.log(r) for r in (1.5, 1.5, 0.5, 5.0)], [1.0, -1.0, -1.0, -1.0])
+    x = inputs([math.log(r) for r in (1.5, 1.5, 0.5, 5.0, 1.1)], [1.0, -1.0, -1.0, -1.0, 1.0])
     value = {name: s.reduce(x.mask).value for name, s in vanilla(x).statistics.items()}
-    assert value["pg_clipfrac"] == 2 / 4
-    assert value["pg_clipfrac_lower"] == 1 / 4
-    assert value["ppo_kl"] == pytest.approx(-math.log(1.5 * 1.5 * 0.5 * 5.0) / 4)
-    assert value["ratio_deviation"] == pytest.approx((0.5 + 0.5 + 0.5 + 4.0) / 4)
+    assert value["pg_clipfrac"] == 2 / 5
+    assert value["pg_clipfrac_lower"] == 1 / 5
+    assert value["ppo_kl"] == pytest.approx(-math.log(1.5 * 1.5 * 0.5 * 5.0 * 1.1) / 5)
+    assert value["ratio_deviation"] == pytest.approx((0.5 + 0.5 + 0.5 + 4.0 + 0.1) / 5)
     assert value["log_ratio_saturated"] == 0.0
 
 

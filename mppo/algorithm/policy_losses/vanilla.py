@@ -24,8 +24,9 @@ class VanillaConfig:
     def __post_init__(self):
         if self.clip_ratio_c <= 1.0:
             raise ConfigError(f"policy_loss.clip_ratio_c is {self.clip_ratio_c}; it must be greater than 1")
-        if self.clip_ratio < 0 or self.low < 0 or self.high < 0:
-            raise ConfigError("policy_loss.clip_ratio and its sides must not be negative")
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+            if (getattr(self, name) or 0.0) < 0:
+                raise ConfigError(f"policy_loss.{name} is {getattr(self, name)}; it must not be negative")
 
     @property
     def low(self) -> float:

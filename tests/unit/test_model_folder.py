@@ -1,0 +1,158 @@
+"""Opening and loading a Hugging Face folder: what is wrong with it is said by name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from mppo.config import ModelSource
+from mppo.errors import ModelError
+from mppo.weights.pretrained import open_model
+from mppo.weights.sources import RandomInitialisation, SafetensorsFolder
+from mppo.weights.transfer import load
+from tests.distributed.model_folders import COMMON, write_model
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_model("llama", tmp_path / "llama")
+
+
+def opened(folder):
+    return open_model(ModelSource(path=str(folder), dtype="float32"), seed=1)
+
+
+def change_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_the_numbers_of_a_folder(tmp_path):
+    model = opened(write_model("qwen3", tmp_path))
+    assert model.architecture.hf_name == "Qwen3"
+    config = model.config
+    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (4, 64, 96)
+    assert (config.num_attention_heads, config.num_query_groups, config.head_dim) == (4, 2, 32)
+    assert (config.qk_norm, config.qkv_bias, config.tie_word_embeddings) == (True, False, False)
+    assert model.tokenizer.decode(model.tokenizer("1+2=")["input_ids"]) == "1+2="
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(ModelError, match="model.path=.*nowhere: no such folder"):
+        opened(tmp_path / "nowhere")
+
+
+def test_no_config(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match="no config.json"):
+        opened(folder)
+
+
+def test_an_unreadable_config(folder):
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="model.path=.*config.json cannot be read"):
+        opened(folder)
+
+
+def test_no_tensors(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no \*.safetensors files"):
+        opened(folder)
+
+
+def test_no_tokenizer(folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ModelError, match="model.path=.*tokenizer cannot be read"):
+        opened(folder)
+
+
+def test_an_unsupported_architecture(folder):
+    config = GPT2Config(architectures=["GPT2LMHeadModel"]).to_dict()
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="GPT2LMHeadModel is not supported; supported: LlamaForCausalLM"):
+        opened(folder)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    ],
+    ids=lambda feature: next(iter(feature)),
+)
+def test_a_feature_that_is_not_built(folder, feature):
+    change_config(folder, **feature)
+    with pytest.raises(ModelError, match="linear" if "rope_parameters" in feature else next(iter(feature))):
+        opened(folder)
+
+
+def test_a_missing_tensor(folder):
+    name = "model.layers.3.mlp.up_proj.weight"
+    change_tensors(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelError, match=f"{name} is missing"):
+        SafetensorsFolder(folder).read(name, 0, 0, 1)
+
+
+def test_a_tensor_that_is_too_small(folder):
+    name = "model.layers.3.mlp.up_proj.weight"
+    with pytest.raises(ModelError, match=f"{name} has 96 entries in dim 0, config.json asks for 97"):
+        SafetensorsFolder(folder).read(name, 0, 0, 97)
+
+
+def test_an_unknown_tensor(folder):
+    change_tensors(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
+    model = opened(folder)
+    with pytest.raises(ModelError, match="model.layers.0.self_attn.q_proj.bias"):
+        load([], model.architecture, model.config, model.source, topology=None)
+
+
+def test_a_layer_that_the_config_does_not_have(folder):
+    change_config(folder, num_hidden_layers=3)
+    model = opened(folder)
+    with pytest.raises(ModelError, match=r"model\.layers\.3\."):
+        load([], model.architecture, model.config, model.source, topology=None)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_of_a_tensor(folder, dim):
+    name = "model.layers.1.mlp.down_proj.weight"
+    whole = load_file(folder / "model.safetensors")[name]
+    assert torch.equal(SafetensorsFolder(folder).read(name, dim, 3, 11), whole.narrow(dim, 3, 8))
+
+
+def test_a_folder_of_several_files(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    source = SafetensorsFolder(tmp_path / "sharded")
+    assert sorted(source.names()) == sorted(name for name, _ in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(source.read(name, 0, 0, len(parameter)), parameter)
+
+
+def test_random_initialisation_is_transformers_own_shapes_and_the_seeds_values():
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**COMMON)
+    one, again, other = (RandomInitialisation(config, seed) for seed in (1, 1, 2))
+    shapes = {name: p.shape for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    assert one.shapes == shapes
+    name = "model.layers.0.mlp.gate_proj.weight"
+    assert torch.equal(one.read(name, 0, 0, 96), again.read(name, 0, 0, 96))
+    assert not torch.equal(one.read(name, 0, 0, 96), other.read(name, 0, 0, 96))
+    assert torch.equal(one.read(name, 0, 0, 96)[10:20], one.read(name, 0, 10, 20))
