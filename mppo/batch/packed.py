@@ -88,15 +88,26 @@ class PackedBatch:
         lengths = self.cu_seqlens.diff().long()[rows]
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
         shift = torch.repeat_interleave(starts - cu_seqlens[:-1], lengths)
-        origin = (torch.arange(int(cu_seqlens[-1])) + shift).to(self.tokens.device)
-        rows = rows.to(self.tokens.device)
-        values = {}
+        origin = torch.arange(int(cu_seqlens[-1])) + shift
+        return replace(self._take(origin, rows), cu_seqlens=cu_seqlens.int(), origin=origin.to(self.tokens.device))
+
+    def actions(self) -> tuple[Tensor, "PackedBatch"]:
+        """The rows `[A]` of this batch that are actions, and those rows as a batch of their own.
+
+        Its trajectories are as long as they have actions; `origin` still points where this batch's does.
+        """
+        rows = self.mask.nonzero().squeeze(-1)
+        counts = self.segments.lengths(self.mask).cpu()
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)]).int()
+        return rows, replace(self._take(rows, slice(None)), cu_seqlens=cu_seqlens)
+
+    def _take(self, positions: Tensor, trajectories: Tensor | slice) -> "PackedBatch":
+        taken = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if f.metadata and value is not None:
-                values[f.name] = value[origin if "per_token" in f.metadata else rows]
-        values["origin"] = origin
-        return replace(self, cu_seqlens=cu_seqlens.int(), **values)
+                taken[f.name] = value[positions if "per_token" in f.metadata else trajectories]
+        return replace(self, **taken)
 
     def pad_to_multiple(self, multiple: int) -> "PackedBatch":
         """Append one run of masked positions so that T is a positive multiple of `multiple`.
@@ -116,12 +127,13 @@ class PackedBatch:
         values["positions"][-short:] = torch.arange(short, device=self.tokens.device)
         return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + short]), **values)
 
-    def gather_back(self, pieces: list["PackedBatch"], values: list[Tensor]) -> Tensor:
-        """`[T]`: put what was computed on pieces of this batch back to where each position came from."""
-        result = torch.zeros(len(self), dtype=values[0].dtype if values else torch.float32, device=self.tokens.device)
-        for piece, value in zip(pieces, values, strict=True):
-            real = piece.origin >= 0
-            result[piece.origin[real]] = value.to(result.device)[real]
+    def gather_back(self, origins: list[Tensor], values: list[Tensor]) -> Tensor:
+        """`[T]`: put values of pieces of this batch back to where each position came from; 0 elsewhere."""
+        dtype = values[0].dtype if values else torch.float32
+        result = torch.zeros(len(self), dtype=dtype, device=self.tokens.device)
+        for origin, value in zip(origins, values, strict=True):
+            real = origin >= 0
+            result[origin[real].to(result.device)] = value[real].to(result)
         return result
 
 

@@ -1,4 +1,7 @@
-"""The closures of the hook: actor loss, critic loss, and the forward-only passes."""
+"""The closures of the hook: actor loss, critic loss, and the forward-only passes.
+
+They see actions only: A rows of the model's output, and a batch of A positions.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +57,7 @@ class PolicyObjective:
     kl_loss_type: str = "low_var_kl"
 
     def __call__(self, logits: Tensor, batch: PackedBatch):
-        """Megatron's triple for logits `[T, V/tp]`. Raises ValueError when the loss does not return `[T]`."""
+        """Megatron's triple for logits `[A, V/tp]`. Raises ValueError when the loss does not return `[A]`."""
         mask = batch.mask
         log_probs, entropy = (torch.where(mask, x, 0.0) for x in self.head(logits, batch.labels))
         pg = self.policy_loss(
@@ -91,7 +94,7 @@ class ValueObjective:
     counts: BatchCounts
 
     def __call__(self, values: Tensor, batch: PackedBatch):
-        """Megatron's triple for values `[T, 1]`."""
+        """Megatron's triple for values `[A, 1]`."""
         loss, reported = clipped_value_loss(values.squeeze(-1), batch.values, batch.returns, self.cliprange)
         statistics = {f"critic/{name}": s.reduce(batch.mask) for name, s in reported.items()}
         statistics["critic/vf_loss"] = Ratio.total(torch.where(batch.mask, loss, 0.0) * batch.weights)
@@ -99,7 +102,7 @@ class ValueObjective:
 
 
 class ForwardPass(Protocol):
-    """A closure of forward-only passes; `names` are the keys of what it returns, known on every pipeline stage."""
+    """A closure of forward-only passes. It returns the named vectors and `origin`, where each entry belongs."""
 
     names: tuple[str, ...]
 
@@ -108,21 +111,21 @@ class ForwardPass(Protocol):
 
 @dataclass(frozen=True)
 class LogProbPass:
-    """`[T]` log-probs and entropy of logits `[T, V/tp]`."""
+    """`[A]` log-probs and entropy of logits `[A, V/tp]`."""
 
     head: PolicyHead
     names: tuple[str, ...] = ("log_probs", "entropy")
 
     def __call__(self, logits: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
         log_probs, entropy = self.head(logits, batch.labels)
-        return {"log_probs": log_probs, "entropy": entropy}
+        return {"log_probs": log_probs, "entropy": entropy, "origin": batch.origin}
 
 
 @dataclass(frozen=True)
 class ValuePass:
-    """`[T]` values of a value head's output `[T, 1]`."""
+    """`[A]` values of a value head's output `[A, 1]`."""
 
     names: tuple[str, ...] = ("values",)
 
     def __call__(self, values: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
-        return {"values": values.squeeze(-1)}
+        return {"values": values.squeeze(-1), "origin": batch.origin}

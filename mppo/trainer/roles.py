@@ -23,13 +23,16 @@ class Role:
         self.chunks, self.topology = chunks, topology
 
     def forward(self, batch: StepBatch, limit: MicroBatchLimit, closure: ForwardPass) -> dict[str, Tensor]:
-        """Run this replica's trajectories through the schedule: `[T]` float32 vectors, on every pipeline stage."""
+        """Run this replica's trajectories through the schedule.
+
+        Returns `[T]` float32 vectors, 0 outside the actions, on every pipeline stage.
+        """
         pieces = micro_batches(batch, list(range(len(batch.table))), limit, self.topology)
         outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)
         like = torch.zeros(len(batch.packed))
         gathered = {}
         for name in closure.names:
-            local = batch.packed.gather_back(pieces, [o[name] for o in outputs]) if outputs else None
+            local = batch.packed.gather_back([o["origin"] for o in outputs], [o[name] for o in outputs])
             gathered[name] = from_last_stage(local, like, self.topology)
         return gathered
 

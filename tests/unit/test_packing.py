@@ -97,13 +97,13 @@ def test_what_is_computed_on_pieces_goes_back_where_it_came_from(data):
     cut = data.draw(st.integers(0, len(order)))
     pieces = [batch.select(which).pad_to_multiple(4) for which in (order[:cut], order[cut:])]
     computed = [torch.where(piece.origin >= 0, values[piece.origin], torch.nan) for piece in pieces]
-    assert torch.equal(batch.gather_back(pieces, computed), values)
+    assert torch.equal(batch.gather_back([p.origin for p in pieces], computed), values)
 
 
 def test_positions_that_no_piece_holds_are_zero():
     batch = pack([trajectory([0, 1]), trajectory([0, 1, 1])])
     piece = batch.select([1])
-    assert batch.gather_back([piece], [torch.ones(3)]).tolist() == [0, 0, 1, 1, 1]
+    assert batch.gather_back([piece.origin], [torch.ones(3)]).tolist() == [0, 0, 1, 1, 1]
     assert batch.gather_back([], []).tolist() == [0] * 5
 
 
@@ -136,3 +136,13 @@ def test_what_is_wrong_with_a_trajectory_is_named_with_it(mask, change, named):
 def test_good_trajectories_are_valid(trajectories):
     for t in trajectories:
         t.validate(vocab_size=1000)
+
+
+@given(batches())
+def test_actions_are_the_masked_positions_under_their_trajectories(trajectories):
+    batch = pack(trajectories)
+    rows, actions = batch.actions()
+    assert torch.equal(actions.tokens, batch.tokens[batch.mask])
+    assert actions.lengths == [t.actions for t in trajectories]
+    assert torch.equal(actions.segments.ids, batch.segments.ids[batch.mask])
+    assert torch.equal(rows, batch.mask.nonzero().squeeze(-1))
