@@ -42,7 +42,11 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torc
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not platform.has_cuda(),
-        perform_initialization=False,  # every parameter is loaded
+        # Every parameter is loaded, so nothing is drawn; but the initialisation must run: it marks what tensor
+        # parallelism cuts, and an unmarked weight would be left out of the gradient norm on all ranks but the first.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
@@ -64,6 +68,10 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torc
         persist_layer_norm=False,
         timers=RangeTimers(),
     )
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
 
 
 class ValueHead(torch.nn.Linear):

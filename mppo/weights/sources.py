@@ -17,6 +17,8 @@ class TensorSource(Protocol):
 
     def names(self) -> list[str]: ...
 
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Rows (dim 0) or columns (dim 1) `[start, stop)` of a tensor."""
         ...
@@ -42,14 +44,20 @@ class SafetensorsFolder:
     def names(self) -> list[str]:
         return list(self._open)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._view(name).get_shape())
+
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        if name not in self._open:
-            raise ModelError(f"{self.folder}: tensor {name} is missing from the safetensors files")
-        view = self._open[name].get_slice(name)
+        view = self._view(name)
         extent = view.get_shape()[dim]
         if stop > extent:
             raise ModelError(f"{self.folder}: {name} has {extent} entries in dim {dim}, config.json asks for {stop}")
         return view[start:stop] if dim == 0 else view[:, start:stop]
+
+    def _view(self, name: str):
+        if name not in self._open:
+            raise ModelError(f"{self.folder}: tensor {name} is missing from the safetensors files")
+        return self._open[name].get_slice(name)
 
 
 class RandomInitialisation:
@@ -69,6 +77,9 @@ class RandomInitialisation:
 
     def names(self) -> list[str]:
         return list(self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.shapes[name])
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         shape = self.shapes[name]

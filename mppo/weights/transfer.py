@@ -68,10 +68,15 @@ def load(
 ) -> None:
     """Fill this rank's chunks from `source`, reading only the slices they hold.
 
-    Raises ModelError for a tensor that is missing, too small, or in `source` but not in the table (nothing of a
-    model is silently left out).
+    Raises ModelError, on every rank alike, for a tensor that is missing, of another size than config.json says, or in
+    `source` but not in the table: nothing of a model is silently left out.
     """
-    _refuse_unknown(architecture, model, source)
+    rows = architecture.parameters
+    if value_head:
+        rows += () if zero_value_head else (VALUE_HEAD,)
+    elif not model.tie_word_embeddings:
+        rows += (OUTPUT,)
+    _check_tensors(rows, architecture, model, source)
     for parameter in local_parameters(chunks, architecture, value_head):
         if parameter.table is VALUE_HEAD and zero_value_head:
             parameter.tensor.zero_()
@@ -88,20 +93,25 @@ def load(
                 pieces.append(torch.zeros(shape))
             else:
                 pieces.append(source.read(names[piece.source], dim, piece.start, piece.stop).float())
-        whole = torch.cat(pieces, dim)
-        if whole.shape != parameter.tensor.shape:
-            raise ModelError(
-                f"{', '.join(names)}: gives {tuple(whole.shape)}, Megatron's parameter has"
-                f" {tuple(parameter.tensor.shape)}; does config.json belong to these weights?"
-            )
-        parameter.tensor.copy_(whole)
+        parameter.tensor.copy_(torch.cat(pieces, dim))
 
 
-def _refuse_unknown(architecture: Architecture, model: ModelConfig, source: TensorSource) -> None:
+def _check_tensors(rows: tuple[Parameter, ...], architecture: Architecture, model: ModelConfig, source: TensorSource):
+    """Every tensor is there, exactly as large as asked for, and none is left over; on every rank, whatever it holds."""
     known = {"lm_head.weight", "score.weight"}
-    for row in architecture.parameters:
-        layers = range(model.num_layers) if row.per_layer else (-1,)
-        known.update(name.format(layer=layer) for layer in layers for name in row.hf)
+    for row in rows:
+        slices = row.cut.slices(model, 0, 1)
+        for layer in range(model.num_layers) if row.per_layer else (-1,):
+            for place, pattern in enumerate(row.hf):
+                name = pattern.format(layer=layer)
+                known.add(name)
+                found = source.shape(name)
+                asked = [model.hidden_size] * len(found)  # what is not cut is as wide as the hidden state
+                asked[row.cut.dim] = max(s.stop for s in slices if s.source == place)
+                if list(found) != asked:
+                    raise ModelError(
+                        f"{name} is {list(found)}, config.json asks for {asked}; does it belong to these weights?"
+                    )
     unknown = sorted(n for n in source.names() if n not in known and not n.endswith("rotary_emb.inv_freq"))
     if unknown:
         raise ModelError(

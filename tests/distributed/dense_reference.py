@@ -29,11 +29,6 @@ class DenseBatch:
     noise: dict[str, Tensor]
     """`[B, L-1]` standard normal, one for each made-up field."""
 
-    @property
-    def real(self) -> Tensor:
-        """`[B, L-1]` bool: there is a next token to predict."""
-        return torch.arange(1, self.tokens.size(1)) < self.lengths[:, None]
-
 
 def random_batch(vocabulary: int) -> DenseBatch:
     generator = torch.Generator().manual_seed(7)

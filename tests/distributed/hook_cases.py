@@ -61,19 +61,23 @@ class Case:
 
 MODES = ("token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
-CASES = [
-    *(Case(layout) for layout in LAYOUTS),
-    *(Case(layout, "reward") for layout in LAYOUTS),
-    *(Case(layout, mode=mode) for layout in ("single", "dp2", "tp2-pp2-sp") for mode in MODES),
-    *(Case(layout, "reward", mode=mode) for layout in ("dp2",) for mode in MODES),
-    *(Case(layout, temperature=0.7) for layout in ("single", "tp2", "pp2-dp2", "tp2-pp2-sp")),
-    *(Case(layout, model, idle_rank=True) for layout in ("dp2", "pp2-dp2") for model in ("llama", "reward")),
-    *(
-        Case(layout, model)
-        for layout in ("single", "tp2", "pp2", "tp2-pp2-sp")
-        for model in ("llama-tied", "qwen2", "qwen2-tied", "qwen3", "reward-tied")
-    ),
-    *(Case("pp2-vpp2", model) for model in ("llama-tied", "qwen3")),
-    *(Case(layout, "llama-tied", vocabulary_multiple=128) for layout in ("tp2", "tp2-pp2-sp")),
-    *(Case(layout, model) for layout in ("single", "tp2") for model in ("llama-rope", "llama-mha")),
-]
+CASES = sorted(
+    [
+        *(Case(layout) for layout in LAYOUTS),
+        *(Case(layout, "reward") for layout in LAYOUTS),
+        *(Case(layout, mode=mode) for layout in ("single", "dp2", "tp2-pp2-sp") for mode in MODES),
+        *(Case(layout, "reward", mode=mode) for layout in ("dp2",) for mode in MODES),
+        *(Case(layout, temperature=0.7) for layout in ("single", "tp2", "pp2-dp2", "tp2-pp2-sp")),
+        *(Case(layout, model, idle_rank=True) for layout in ("dp2", "pp2-dp2") for model in ("llama", "reward")),
+        *(
+            Case(layout, model)
+            for layout in ("single", "tp2", "pp2", "tp2-pp2-sp")
+            for model in ("llama-tied", "qwen2", "qwen2-tied", "qwen3", "reward-tied")
+        ),
+        *(Case("pp2-vpp2", model) for model in ("llama-tied", "qwen3")),
+        *(Case(layout, "llama-tied", vocabulary_multiple=128) for layout in ("tp2", "tp2-pp2-sp")),
+        *(Case(layout, model) for layout in ("single", "tp2") for model in ("llama-rope", "llama-mha")),
+    ],
+    key=lambda case: (case.processes, case.layout),
+)
+"""Ordered so that those of one number of processes, and of one layout, come together."""

@@ -13,23 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from dense_reference import (
-    CLIP,
-    DUAL_CLIP,
-    ENTROPY_COEFF,
-    KL_COEFF,
-    NORM,
-    VALUE_CLIP,
-    DenseBatch,
-    aggregate,
-    hidden_states,
-    log_probs_and_entropy,
-    policy_losses,
-    random_batch,
-    value_losses,
-)
-from hook_cases import CASES, Case
-from model_folders import REWARD_MODELS, VOCABULARY
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -47,6 +30,23 @@ from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.weights.pretrained import PretrainedModel, open_model
 from mppo.weights.transfer import load, local_parameters
+from tests.distributed.dense_reference import (
+    CLIP,
+    DUAL_CLIP,
+    ENTROPY_COEFF,
+    KL_COEFF,
+    NORM,
+    VALUE_CLIP,
+    DenseBatch,
+    aggregate,
+    hidden_states,
+    log_probs_and_entropy,
+    policy_losses,
+    random_batch,
+    value_losses,
+)
+from tests.distributed.hook_cases import CASES, Case
+from tests.distributed.model_folders import REWARD_MODELS, VOCABULARY
 
 GARBAGE = 1e3
 """Stands in every field where the mask hides it."""
@@ -63,6 +63,9 @@ class Gradients:
 
     def names(self) -> list[str]:
         return list(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         return self.tensors[name].narrow(dim, start, stop - start)
@@ -180,12 +183,11 @@ class Comparison:
         outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)
         if not self.topology.is_last_stage:
             return {}
-        real = packed(self.dense.real, self.dense).bool()
         errors = {}
         for name, dense in expected.items():
-            found = batch.gather_back(pieces, [output[name] for output in outputs])
+            found = batch.gather_back([o["origin"] for o in outputs], [o[name] for o in outputs])
             found = sum_over_data_parallel(found, self.topology)
-            errors[name] = relative_error(found[real], packed(dense.detach(), self.dense)[real])
+            errors[name] = relative_error(found[batch.mask], packed(dense.detach(), self.dense)[batch.mask])
         return errors
 
     def _training_errors(self, batch: PackedBatch, token_losses: dict[str, Tensor]) -> dict[str, float]:
@@ -245,7 +247,7 @@ def worst(errors: list[dict[str, float]]) -> dict[str, float]:
 
 def main(results: Path, models: Path) -> None:
     processes = int(os.environ["WORLD_SIZE"])
-    cases = sorted((case for case in CASES if case.processes == processes), key=lambda case: case.layout)
+    cases = [case for case in CASES if case.processes == processes]
     found = {}
     for _, of_layout in groupby(cases, key=lambda case: case.layout):
         of_layout = list(of_layout)

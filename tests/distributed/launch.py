@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import mppo
-
 HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
 TAIL = 8000
 """Characters; torchrun itself adds about 3000 after a worker's traceback."""
 
@@ -19,7 +18,7 @@ def torchrun(script: str, processes: int, *arguments: Any, timeout: float = 300)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     process = subprocess.Popen(
         [*launcher, str(HERE / script), *map(str, arguments)],
-        env=_environment(),
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -40,9 +39,8 @@ def torchrun_results(script: str, processes: int, results: Path, *arguments: Any
     return json.loads(results.read_text())
 
 
-def _environment() -> dict[str, str]:
-    package_root = str(Path(mppo.__file__).parents[1])
-    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+def environment() -> dict[str, str]:
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

@@ -7,7 +7,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
-    PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )

@@ -1,0 +1,37 @@
+"""The ranges a profiler shows: the nine steps, and each micro-batch's forward and backward."""
+
+import pytest
+
+from tests.distributed.launch import torchrun_results
+
+pytestmark = pytest.mark.distributed
+
+NINE_STEPS = (
+    "sample",
+    "reward",
+    "balance",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "update_critic",
+    "update_actor",
+)
+MICRO_BATCHES = 4
+
+
+@pytest.fixture(scope="module")
+def ranges(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profile")
+    return torchrun_results("profile_worker.py", 2, folder / "ranges.json", folder / "run")
+
+
+@pytest.mark.parametrize("step", NINE_STEPS)
+def test_each_of_the_nine_steps_is_one_range(ranges, step):
+    assert ranges[step] == 1
+
+
+def test_each_micro_batch_has_a_forward_and_a_backward_range(ranges):
+    passes = 4  # old log-probs, values, critic update, actor update
+    assert ranges["forward-compute"] == passes * MICRO_BATCHES
+    assert ranges["backward-compute"] == 2 * MICRO_BATCHES

@@ -1,0 +1,153 @@
+"""Training end to end through torchrun: it learns, every layout sees the same, and nothing is lost on the way."""
+
+import json
+
+import pytest
+
+from tests.distributed.train_runs import train, train_refused
+
+pytestmark = pytest.mark.distributed
+
+
+def layout(tp: int, pp: int, *more: str) -> tuple[str, ...]:
+    return (f"parallel.tensor_model_parallel_size={tp}", f"parallel.pipeline_model_parallel_size={pp}", *more)
+
+
+SHORT = ("trainer.total_training_steps=3", "data.train_batch_size=8", "rollout.n=4", "actor.ppo_mini_batch_size=8")
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    return train("class", 4, tmp_path_factory.mktemp("class"))
+
+
+def test_the_class_task_is_learned_from_random_initialisation_with_tp2_pp2(learned):
+    assert learned.column("reward/mean")[0] < 0.5
+    assert learned.column("reward/mean")[-1] > 0.9
+    assert learned.output.rstrip().splitlines()[-1].startswith("held-out greedy accuracy: ")
+
+
+def test_the_ratio_is_one_at_the_first_update(learned):
+    assert max(learned.column("actor/first_ratio_deviation")) < 1e-6
+
+
+def test_the_engine_and_the_trainer_agree_on_log_probs(learned):
+    assert max(learned.column("rollout/log_prob_distance")) < 1e-5
+
+
+def test_a_run_leaves_a_log_metrics_samples_tensorboard_and_a_curve(learned):
+    steps = learned.rows[-1]["step"]
+    logged = (learned.out_dir / "train.log").read_text().splitlines()
+    assert sum(line.startswith("step ") for line in logged) == steps
+    samples = sorted((learned.out_dir / "samples").glob("step_*.jsonl"))
+    assert len(samples) == steps
+    assert {"prompt", "response", "reward"} <= json.loads(samples[0].read_text().splitlines()[0]).keys()
+    assert list((learned.out_dir / "tensorboard").glob("events.*"))
+    assert (learned.out_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    return train("class", 1, tmp_path_factory.mktemp("one"), *layout(1, 1), *MINI_BATCHES)
+
+
+MINI_BATCHES = (
+    *SHORT,
+    "actor.ppo_mini_batch_size=4",
+    "actor.ppo_epochs=2",
+    "actor.shuffle=true",
+    "actor.loss_agg_mode=seq-mean-token-mean",
+    "actor.use_kl_loss=true",
+    "actor.entropy_coeff=0.01",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+)
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides"),
+    [
+        (2, layout(1, 1, "actor.ppo_micro_batch_size_per_gpu=3")),
+        (2, layout(1, 2, "model.make_vocab_size_divisible_by=1", "ref.placement=device")),
+        (2, layout(2, 1, "parallel.sequence_parallel=true", "actor.ppo_micro_batch_size_per_gpu=5")),
+        (2, layout(1, 1, "actor.optim.use_distributed_optimizer=true")),
+    ],
+    ids=["dp2", "pp2", "tp2-sp", "dp2-distributed-optimizer"],
+)
+def test_several_mini_batches_and_epochs_give_the_same_metrics_in_every_layout(
+    one_process, tmp_path, processes, overrides
+):
+    """Three steps of 2 epochs x 2 shuffled mini-batches with both KL paths: sampling is seeded per request."""
+    run = train("class", processes, tmp_path, *MINI_BATCHES, *overrides)
+    for name in ("actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/reward_kl_penalty", "reward/mean"):
+        assert run.column(name) == pytest.approx(one_process.column(name), rel=1e-4, abs=1e-6), name
+
+
+def test_a_resumed_run_goes_on_exactly_as_one_that_was_not_stopped(tmp_path):
+    overrides = (*SHORT, *layout(1, 2), "trainer.save_freq=2", "trainer.total_training_steps=4")
+    whole = train("class", 2, tmp_path / "whole", *overrides)
+    train("class", 2, tmp_path / "parts", *overrides, "trainer.total_training_steps=2")
+    parts = train("class", 2, tmp_path / "parts", *overrides)
+    for name in ("actor/loss", "actor/grad_norm", "reward/mean"):
+        assert parts.column(name) == pytest.approx(whole.column(name), rel=1e-6)
+    assert parts.rows[-1]["step"] == 4
+
+
+def test_a_critic_under_the_distributed_optimizer_resumes_in_another_layout(tmp_path):
+    overrides = (
+        "data.train_batch_size=16",
+        "actor.ppo_mini_batch_size=16",
+        "actor.optim.use_distributed_optimizer=true",
+        "critic.optim.use_distributed_optimizer=true",
+        "data.val.generator=null",
+        "data.val.options={}",
+        "trainer.test_freq=0",
+        "trainer.save_freq=2",
+        "trainer.total_training_steps=4",
+    )
+    whole = train("offset", 2, tmp_path / "whole", *layout(1, 1), *overrides)
+    train("offset", 2, tmp_path / "parts", *layout(1, 1), *overrides, "trainer.total_training_steps=2")
+    parts = train("offset", 2, tmp_path / "parts", *layout(2, 1), *overrides)
+    for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss"):
+        assert parts.column(name) == pytest.approx(whole.column(name), rel=1e-4)
+
+
+def test_bf16_with_fp32_master_weights_trains(tmp_path):
+    run = train("class", 2, tmp_path, *SHORT, *layout(2, 1), "model.dtype=bfloat16")
+    assert len(run.column("actor/grad_norm")) == 3
+    assert max(run.column("rollout/log_prob_distance")) < 0.05
+
+
+def test_a_rank_with_nothing_to_train_joins_every_collective(tmp_path):
+    """One trajectory, two data-parallel ranks."""
+    run = train(
+        "class", 2, tmp_path, *SHORT, *layout(1, 1), "data.train_batch_size=1", "rollout.n=1",
+        "actor.ppo_mini_batch_size=1", "data.val.generator=null", "data.val.options={}",
+    )  # fmt: skip
+    assert run.column("batch/trajectories") == [1.0, 1.0, 1.0]
+
+
+def test_a_token_budget_is_hard_and_names_what_breaks_it(tmp_path):
+    overrides = (*SHORT, *layout(1, 2), "actor.use_dynamic_bsz=true", "actor.ppo_micro_batch_size_per_gpu=null")
+    run = train("class", 2, tmp_path / "fits", *overrides, "actor.ppo_max_token_len_per_gpu=25")
+    assert len(run.column("actor/loss")) == 3
+    output = train_refused("class", 2, tmp_path / "not", *overrides, "actor.ppo_max_token_len_per_gpu=9")
+    assert "trajectory 0 has 10 tokens, over the micro-batch budget of 9" in output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (layout(4, 1), "2 processes cannot be cut into TP 4 x PP 1"),
+        (layout(1, 2, "model.preset_options={num_hidden_layers: 3}"), "does not divide the model's 3 layers"),
+        (layout(2, 1, "model.preset_options={num_attention_heads: 1}"), "divide the model's 1 attention heads"),
+        (layout(1, 1, "model.preset=null", "model.path=nowhere"), "model.path=nowhere: no such folder"),
+        (layout(1, 1, "reward.function=tests.distributed.test_training:not_a_number"), "returned nan"),
+    ],
+)  # fmt: skip
+def test_bad_input_ends_every_rank_with_an_error_that_names_it(tmp_path, overrides, said):
+    assert said in train_refused("class", 2, tmp_path, *SHORT, *overrides)
+
+
+def not_a_number(sample):
+    return float("nan")
