@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make the virtual environment .venv in this clone and install mppo into it. Sourced by the other scripts.
 #   EXTRAS   comma-separated extras of pyproject.toml (default: none)
+#   TORCH    what pip is to install for torch on a machine without a GPU (default: torch==2.13.0)
 # Idempotent: nothing is installed again while pyproject.toml and EXTRAS stay the same.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,10 +14,11 @@ fi
 
 stamp=".venv/installed-$(echo "${EXTRAS:-none}" | tr ',' '-')"
 if [ ! -f "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
-  # Without a GPU take a CPU build of torch first, so that no CUDA build comes in as a dependency.
+  # torch first and pinned, so that no other build comes in as a dependency. Where the package index serves the CUDA
+  # build under this name, point pip at an index of CPU builds (PIP_EXTRA_INDEX_URL) to save some gigabytes.
   if ! command -v nvidia-smi >/dev/null && ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-    echo "== installing torch (CPU)"
-    .venv/bin/pip install -q "torch==2.13.0"
+    echo "== installing ${TORCH:=torch==2.13.0}"
+    .venv/bin/pip install -q "$TORCH"
   fi
   echo "== installing mppo${EXTRAS:+ with $EXTRAS}"
   .venv/bin/pip install -q -e ".${EXTRAS:+[$EXTRAS]}"

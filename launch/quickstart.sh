@@ -20,6 +20,9 @@ if [ "$config" = quickstart ] && [ ! -f "$model/model.safetensors" ]; then
   python launch/smollm2_to_hf.py "$model"
 fi
 
+# Every process has a GPU of its own, or none has one.
+if [ "$(nvidia-smi --list-gpus 2>/dev/null | wc -l)" -lt "$processes" ]; then export CUDA_VISIBLE_DEVICES=; fi
+
 echo "== training ($config, $processes processes)"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 exec torchrun --standalone --nproc-per-node "$processes" -m mppo train --config-name "$config" "$@"

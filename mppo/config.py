@@ -12,8 +12,14 @@ from mppo.errors import ConfigError
 
 def _positive(where: str, **values: int | float | None) -> None:
     for name, value in values.items():
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:  # so that NaN is refused too
             raise ConfigError(f"{where}.{name} is {value}; it must be greater than 0")
+
+
+def _not_negative(where: str, **values: int | float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value >= 0:
+            raise ConfigError(f"{where}.{name} is {value}; it must not be negative")
 
 
 def _one_of(where: str, value: str, choices: tuple[str, ...]) -> None:
@@ -55,7 +61,7 @@ class ParallelConfig:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError("parallel.sequence_parallel has no effect at tensor_model_parallel_size=1; unset it")
         if self.context_parallel_size > 1:
-            raise ConfigError("parallel.context_parallel_size: context parallelism is not built yet; set it to 1")
+            raise ConfigError("parallel.context_parallel_size: mppo has no context parallelism; set it to 1")
 
 
 @dataclass
@@ -148,7 +154,21 @@ class OptimConfig:
     """Spread optimizer state over data-parallel ranks."""
 
     def __post_init__(self):
-        _positive("optim", lr=self.lr, lr_decay_steps=self.lr_decay_steps)
+        _positive("optim", lr=self.lr, lr_decay_steps=self.lr_decay_steps, adam_eps=self.adam_eps)
+        _not_negative(
+            "optim",
+            min_lr=self.min_lr,
+            lr_warmup_steps=self.lr_warmup_steps,
+            weight_decay=self.weight_decay,
+            clip_grad=self.clip_grad,
+        )
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optim.{name} is {getattr(self, name)}; it must be in [0, 1)")
+        if self.min_lr > self.lr:
+            raise ConfigError(f"optim.min_lr={self.min_lr} is greater than optim.lr={self.lr}")
+        if self.lr_decay_style != "cosine" and self.lr_decay_steps is None:
+            raise ConfigError("optim.lr_decay_style has no effect without optim.lr_decay_steps")
         _one_of("optim.lr_decay_style", self.lr_decay_style, ("cosine", "linear"))
         if self.lr_decay_steps is not None and self.lr_decay_steps <= self.lr_warmup_steps:
             raise ConfigError("optim.lr_decay_steps must be greater than optim.lr_warmup_steps")
@@ -189,7 +209,9 @@ class ActorConfig:
 
     def __post_init__(self):
         _check_batches("actor", self)
-        if "loss_mode" not in self.policy_loss:
+        _not_negative("actor", entropy_coeff=self.entropy_coeff, kl_loss_coef=self.kl_loss_coef)
+        if self.policy_loss.get("loss_mode") is None:
+            self.policy_loss.pop("loss_mode", None)
             self.policy_loss = {"loss_mode": "vanilla", **self.policy_loss}
 
 
@@ -223,7 +245,9 @@ class CriticConfig:
 
 
 def _check_batches(where: str, role: Any) -> None:
-    names = {"ppo_mini_batch_size", "ppo_epochs"} | {n for n in vars(role) if n.endswith("_per_gpu")}
+    names = {"ppo_mini_batch_size", "ppo_epochs", "loss_scale_factor"} | {
+        n for n in vars(role) if n.endswith("_per_gpu")
+    }
     _positive(where, **{name: getattr(role, name) for name in sorted(names)})
     by_tokens = [n for n in vars(role) if n.endswith("max_token_len_per_gpu") and getattr(role, n)]
     by_count = [n for n in vars(role) if n.endswith("micro_batch_size_per_gpu") and getattr(role, n)]
@@ -246,7 +270,6 @@ class RefConfig:
 
 @dataclass
 class RolloutConfig:
-    engine: str = "local"
     n: int = 1
     """Answers per prompt."""
     temperature: float = 1.0
@@ -264,7 +287,6 @@ class RolloutConfig:
     """Sequences that one process generates at a time."""
 
     def __post_init__(self):
-        _one_of("rollout.engine", self.engine, ("local",))
         _positive("rollout", n=self.n, temperature=self.temperature, batch_size=self.batch_size)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p is {self.top_p}; it must be in (0, 1]")
@@ -295,6 +317,7 @@ class KLControllerConfig:
     def __post_init__(self):
         _one_of("algorithm.kl_ctrl.type", self.type, ("fixed", "adaptive"))
         _positive("algorithm.kl_ctrl", target_kl=self.target_kl, horizon=self.horizon)
+        _not_negative("algorithm.kl_ctrl", kl_coef=self.kl_coef)
 
 
 @dataclass
@@ -320,7 +343,9 @@ class TrainerConfig:
     test_freq: int = 0
     """Validate every so many steps, and after the last; 0: only after the last."""
     save_freq: int = 0
-    """Save a checkpoint every so many steps; 0: none."""
+    """Save a checkpoint every so many steps, and after the last; 0: none."""
+    save_hf: bool = True
+    """Write the trained model as a Hugging Face folder, out_dir/hf, after the last step."""
     resume: bool = True
     """Go on from the newest checkpoint in out_dir, if there is one."""
     samples_per_step: int = 4
@@ -328,6 +353,13 @@ class TrainerConfig:
 
     def __post_init__(self):
         _positive("trainer", total_training_steps=self.total_training_steps)
+        _not_negative(
+            "trainer",
+            seed=self.seed,
+            test_freq=self.test_freq,
+            save_freq=self.save_freq,
+            samples_per_step=self.samples_per_step,
+        )
 
 
 @dataclass

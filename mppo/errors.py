@@ -4,6 +4,9 @@
 class MppoError(Exception):
     """Base of every error that is the user's to fix; the command line prints it without a traceback."""
 
+    on_every_rank = False
+    """Whether all ranks raise it, so that one of them says enough."""
+
 
 class ConfigError(MppoError, ValueError):
     """A configuration field is unknown, contradictory, out of range, or would be ignored."""
@@ -15,6 +18,10 @@ class ModelError(MppoError, ValueError):
 
 class DataError(MppoError, ValueError):
     """A prompt file, a prompt or a trajectory cannot be used."""
+
+
+class TrainingError(MppoError, ArithmeticError):
+    """A gradient is not finite; the weights after that step are not to be used."""
 
 
 class RewardError(MppoError, ValueError):

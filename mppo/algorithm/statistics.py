@@ -26,6 +26,8 @@ class Ratio:
 
     numerator: Tensor
     denominator: Tensor
+    is_total: bool = False
+    """A plain sum, such as a loss whose weights are in it already; the denominator plays no part."""
 
     @classmethod
     def mean(cls, value: Tensor, mask: Tensor) -> "Ratio":
@@ -35,17 +37,17 @@ class Ratio:
 
     @classmethod
     def total(cls, value: Tensor) -> "Ratio":
-        """A plain sum over the pieces of the batch, such as a loss whose weights are in it already: denominator 0."""
-        return cls(value.detach().double().sum(), torch.zeros((), dtype=torch.double, device=value.device))
+        """Sum of `value [T]` over the pieces of the batch."""
+        return cls(value.detach().double().sum(), torch.zeros((), dtype=torch.double, device=value.device), True)
 
     def __add__(self, other: "Ratio") -> "Ratio":
-        return Ratio(self.numerator + other.numerator, self.denominator + other.denominator)
+        return Ratio(self.numerator + other.numerator, self.denominator + other.denominator, self.is_total)
 
     @property
     def value(self) -> float:
-        """The metric. A denominator of zero marks a plain sum."""
-        denominator = self.denominator.item()
-        return self.numerator.item() / (denominator or 1.0)
+        """The metric; a mean over nothing is 0."""
+        denominator = 1.0 if self.is_total else self.denominator.item()
+        return self.numerator.item() / denominator if denominator else 0.0
 
 
 def add_up(pieces: list[dict[str, Ratio]]) -> dict[str, Ratio]:

@@ -38,7 +38,7 @@ class PackedBatch:
     positions: Tensor = _per_token()
     """`[T]` long: place within the trajectory."""
     mask: Tensor = _per_token()
-    """`[T]` bool: actions that train (the reference's response_mask)."""
+    """`[T]` bool: actions, as the rollout has it; what is projected, and what Megatron counts."""
     rollout_log_probs: Tensor = _per_token()
     """`[T]`: under the policy that generated."""
     rewards: Tensor = _per_token()
@@ -49,6 +49,8 @@ class PackedBatch:
     """`[T]`: the frozen reference."""
     values: Tensor | None = _per_token(default=None)
     """`[T]`: the critic before its update."""
+    kept: Tensor | None = _per_token(default=None)
+    """`[T]` bool: the actions that train, where some are rejected; None: all of them."""
     advantages: Tensor | None = _per_token(default=None)
     returns: Tensor | None = _per_token(default=None)
     weights: Tensor | None = _per_token(default=None)
@@ -65,8 +67,14 @@ class PackedBatch:
         return self.cu_seqlens.diff().tolist()
 
     @property
+    def training(self) -> Tensor:
+        """`[T]` bool: positions whose losses count."""
+        return self.mask if self.kept is None else self.kept
+
+    @property
     def segments(self) -> Segments:
-        return Segments.from_cu_seqlens(self.cu_seqlens.to(self.tokens.device))
+        segments = Segments.from_cu_seqlens(self.cu_seqlens)  # on the host: no waiting for the device
+        return replace(segments, ids=segments.ids.to(self.tokens.device))
 
     def with_fields(self, **values: Tensor) -> "PackedBatch":
         return replace(self, **values)

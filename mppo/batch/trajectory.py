@@ -36,11 +36,16 @@ class Trajectory:
     """The outcome reward; it is given at the last action."""
     token_rewards: Tensor | None = None
     """`[L]` float32: rewards of single actions, in addition to the outcome."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Named parts that a reward function reported."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named parts of the reward, as the reward function reported them."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def total_reward(self) -> float:
+        """The outcome and all token rewards."""
+        return self.reward + (0.0 if self.token_rewards is None else float(self.token_rewards.sum()))
 
     def __getstate__(self) -> dict[str, Any]:
         """Tensors travel as numpy arrays, which pickle ten times faster."""

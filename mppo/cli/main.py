@@ -20,7 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.config_name, options.overrides, options.config_dir)
         return options.run(config, options)
     except MppoError as error:
-        print(f"mppo: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if not error.on_every_rank or os.environ.get("RANK", "0") == "0":
+            print(f"mppo: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2
 
 
@@ -66,7 +67,12 @@ def _train(config: Config, options: argparse.Namespace) -> int:
 
     parts = assemble(config)
     if parts.topology.rank == 0:
-        print_plan(make_plan(parts.resolved, int(os.environ.get("WORLD_SIZE", 1))), Console())
+        console = Console()
+        print_plan(make_plan(parts.resolved, int(os.environ["WORLD_SIZE"])), console)
+        for where, prompts in (("data.train", parts.train_prompts), ("data.val", parts.val_prompts)):
+            if prompts is not None:
+                skipped = f", {prompts.skipped} skipped as too long" if prompts.skipped else ""
+                console.print(f"{where}: {len(prompts)} prompts{skipped}", highlight=False)
     Trainer(parts).train()
     topology.shutdown()
     return 0

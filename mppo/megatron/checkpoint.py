@@ -26,8 +26,7 @@ def load_role(chunks: list[torch.nn.Module], optimizer: Optimizer, folder: Path)
     state = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
     for place, chunk in enumerate(unwrap_model(chunks)):
         chunk.load_state_dict(state[f"model{place}"])
-    optimizer.megatron.load_state_dict(state["optimizer"])
-    optimizer.scheduler.load_state_dict(state["scheduler"])
+    optimizer.load_state_dict(state["optimizer"], state["scheduler"])
     for distributed in _distributed(optimizer):
         _separate_steps(distributed)
 

@@ -1,6 +1,9 @@
 """The few collectives of the control plane, each called by every rank whatever it holds."""
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.algorithm.statistics import Ratio
+from mppo.errors import MppoError
 from mppo.megatron import platform
 from mppo.megatron.topology import Topology
 
@@ -29,17 +33,22 @@ def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tenso
     return value.to(like.device)
 
 
-def reduce_statistics(statistics: dict[str, Ratio], topology: Topology) -> dict[str, float]:
-    """Metrics of a mini-batch, exact over the global batch: one all-reduce over DP, one broadcast over PP."""
-    values: list[dict[str, float]] = [{}]
+def reduce_statistics(statistics: dict[str, Ratio], topology: Topology) -> dict[str, Ratio]:
+    """Metrics of a mini-batch, exact over the global batch: one all-reduce over DP, one broadcast over PP.
+
+    Every data-parallel rank must bring the same names.
+    """
+    reduced: list[dict[str, Ratio]] = [{}]
     if topology.is_last_stage:
         names = sorted(statistics)
         table = torch.stack([torch.stack([statistics[n].numerator, statistics[n].denominator]) for n in names])
         table = sum_over_data_parallel(table, topology).cpu()
-        values = [{n: Ratio(*row).value for n, row in zip(names, table, strict=True)}]
+        reduced = [
+            {n: replace(statistics[n], numerator=r[0], denominator=r[1]) for n, r in zip(names, table, strict=True)}
+        ]
     if topology.pp > 1:
-        dist.broadcast_object_list(values, topology.last_stage_rank, group=topology.pp_group)
-    return values[0]
+        dist.broadcast_object_list(reduced, topology.last_stage_rank, group=topology.pp_group)
+    return reduced[0]
 
 
 def gather_from_all(item: Any) -> list[Any]:
@@ -47,6 +56,20 @@ def gather_from_all(item: Any) -> list[Any]:
     items = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)
     return items
+
+
+@contextmanager
+def fail_together() -> Iterator[None]:
+    """Raise on every rank the first MppoError that any of them raised inside, so that none waits for another."""
+    mine = None
+    try:
+        yield
+    except MppoError as error:
+        mine = error
+    first = next((error for error in gather_from_all(mine) if error is not None), None)
+    if first is not None:
+        first.on_every_rank = True
+        raise first
 
 
 def exchange(outgoing: list[Any]) -> list[Any]:

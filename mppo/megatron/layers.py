@@ -82,9 +82,14 @@ class PackedAttention(MegatronModule):
         return torch.cat(outputs).flatten(1)
 
 
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Its attention takes packed sequences in half precision only; float32 goes through the local layers."""
+    return platform.has_transformer_engine() and dtype != torch.float32
+
+
 def decoder_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
     """The spec of one model chunk's decoder."""
-    if platform.has_transformer_engine():
+    if uses_transformer_engine(config.params_dtype):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mppo.config import ParallelConfig
 from mppo.megatron import platform
-from mppo.megatron.layers import decoder_spec
+from mppo.megatron.layers import decoder_spec, uses_transformer_engine
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.profiling import RangeTimers
 
@@ -63,7 +63,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torc
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=uses_transformer_engine(dtype),
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         timers=RangeTimers(),
@@ -85,7 +85,7 @@ class ValueHead(torch.nn.Linear):
 
     def forward(self, hidden: Tensor, weight=None, runtime_gather_output=None) -> tuple[Tensor, None]:
         """hidden `[T or T/tp, 1, H]` -> values `[T, 1, 1]` in float32."""
-        values = super().forward(hidden).float()
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
             values = tensor_parallel.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None

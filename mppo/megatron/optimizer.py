@@ -1,10 +1,14 @@
 """Megatron-core's optimizer and learning-rate schedule, stepped once per mini-batch."""
 
+import math
+from typing import Any
+
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mppo.config import OptimConfig
+from mppo.errors import TrainingError
 
 
 class Optimizer:
@@ -12,6 +16,12 @@ class Optimizer:
 
     def __init__(self, chunks: list[torch.nn.Module], config: OptimConfig, dtype: torch.dtype):
         self.chunks = chunks
+        self.knobs = {
+            "max_lr": config.lr,
+            "min_lr": config.min_lr if config.lr_decay_steps else config.lr,
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_eps,
+        }
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -32,7 +42,7 @@ class Optimizer:
             self.megatron,
             init_lr=0.0,
             max_lr=config.lr,
-            min_lr=config.min_lr if config.lr_decay_steps else config.lr,
+            min_lr=self.knobs["min_lr"],
             lr_warmup_steps=config.lr_warmup_steps,
             lr_decay_steps=config.lr_decay_steps or config.lr_warmup_steps + 1,
             lr_decay_style=config.lr_decay_style if config.lr_decay_steps else "constant",
@@ -40,6 +50,8 @@ class Optimizer:
             end_wd=config.weight_decay,
             wd_incr_steps=1,
             wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
         )
         chunks[0].config.grad_scale_func = self.megatron.scale_loss
 
@@ -55,4 +67,16 @@ class Optimizer:
         """
         self.scheduler.step(1)
         _, grad_norm, _ = self.megatron.step()
-        return {"grad_norm": float(grad_norm or 0.0), "lr": self.megatron.param_groups[0]["lr"]}
+        if not math.isfinite(grad_norm):
+            raise TrainingError(
+                f"the gradient norm is {grad_norm}: the weights of this step are spoilt; resume from the last"
+                " checkpoint with a smaller optim.lr, or look for losses and rewards without bound"
+            )
+        return {"grad_norm": float(grad_norm), "lr": self.megatron.param_groups[0]["lr"]}
+
+    def load_state_dict(self, state: dict[str, Any], scheduler: dict[str, Any]) -> None:
+        """Take over moments and the number of steps; the knobs stay those of the configuration at hand."""
+        self.megatron.load_state_dict(state)
+        for group in self.megatron.param_groups:
+            group.update(self.knobs)
+        self.scheduler.load_state_dict(scheduler)

@@ -6,13 +6,14 @@ megatron is patched; `prepare` must run before the first `import megatron.core`.
 """
 
 import functools
-import importlib.util
 import logging
 import os
 import warnings
 from contextlib import contextmanager
 
 import torch
+
+from mppo.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -22,13 +23,14 @@ def has_cuda() -> bool:
 
 
 def has_transformer_engine() -> bool:
-    """Transformer Engine's layers are CUDA only."""
-    return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
-
-
-def has_apex() -> bool:
-    """NVIDIA's apex, not the unrelated project of that name on the package index."""
-    return has_cuda() and importlib.util.find_spec("amp_C") is not None
+    """Whether its layers for torch can be used; they are CUDA only."""
+    if not has_cuda():
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def device() -> torch.device:
@@ -40,8 +42,13 @@ def backend() -> str:
 
 
 def bind_device(local_rank: int) -> None:
-    """Give this process its GPU, if there are any."""
+    """Give this process its GPU, if there are any. Raises ConfigError when there are fewer than processes."""
     if has_cuda():
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"process {local_rank} of this machine has no GPU: it has {torch.cuda.device_count()}; lower"
+                " --nproc-per-node, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+            )
         torch.cuda.set_device(local_rank)
 
 

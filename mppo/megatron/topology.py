@@ -106,7 +106,9 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
 def initialize(parallel: ParallelConfig, seed: int) -> Topology:
     """Join the process group that torchrun describes and let Megatron-core make its groups."""
     if not dist.is_initialized():
-        platform.bind_device(int(os.environ.get("LOCAL_RANK", 0)))
+        if "RANK" not in os.environ:
+            raise ConfigError("training runs under torchrun: torchrun --nproc-per-node N -m mppo train ...")
+        platform.bind_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(platform.backend(), timeout=timedelta(minutes=parallel.timeout_minutes))
     data_parallel_size(parallel, dist.get_world_size())
     if not parallel_state.model_parallel_is_initialized():
@@ -116,6 +118,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> Topology:
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
+            distributed_timeout_minutes=parallel.timeout_minutes,
         )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

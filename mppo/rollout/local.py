@@ -109,5 +109,6 @@ class LocalEngine:
         """`[B]` bool: whose text so far contains one of `params.stop`."""
         if not params.stop:
             return torch.zeros_like(written[0], dtype=torch.bool)
-        texts = self.tokenizer.batch_decode(torch.stack(written, 1))
+        recent = written[-max(len(stop) for stop in params.stop) - 1 :]  # a token is at least a character, or none
+        texts = self.tokenizer.batch_decode(torch.stack(recent, 1))
         return torch.tensor([any(stop in text for stop in params.stop) for text in texts], device=self.device)

@@ -7,6 +7,7 @@ from typing import Any
 
 from datasets import load_dataset
 from datasets.exceptions import DatasetGenerationError
+from jinja2.exceptions import TemplateError
 
 from mppo.config import DataConfig, PromptSource
 from mppo.errors import DataError
@@ -115,5 +116,10 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[str, list[int]]:
         return prompt, tokenizer(prompt)["input_ids"]
     if not tokenizer.chat_template:
         raise DataError(f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template")
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except (TypeError, ValueError, KeyError, TemplateError) as error:
+        raise DataError(
+            f"{where}: the prompt is neither a text nor chat messages {{role, content}}: {error}"
+        ) from error
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]

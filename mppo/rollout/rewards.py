@@ -108,7 +108,7 @@ def score(
         sample = Sample(prompt.text, response, prompt.ground_truth, prompt.fields, trajectory)
         reward = _checked(function, sample)
         trajectory.reward = float(reward.score)
-        trajectory.metrics = {name: float(value) for name, value in reward.parts.items()}
+        trajectory.parts = {name: float(value) for name, value in reward.parts.items()}
         if reward.token_rewards is not None:
             trajectory.token_rewards = torch.tensor(reward.token_rewards, dtype=torch.float32)
         accuracies.append(float(reward.score if reward.accuracy is None else reward.accuracy))
@@ -126,12 +126,15 @@ def _checked(function: RewardFunction, sample: Sample) -> Reward:
         raise
     except Exception as error:
         raise RewardError(f"{where}: the function raised {type(error).__name__}: {error}") from error
-    reward = result if isinstance(result, Reward) else None
-    value = reward.score if reward else result
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise RewardError(f"{where}: the function returned {value!r}; a finite number is needed")
-    if reward and reward.token_rewards is not None:
+    reward = result if isinstance(result, Reward) else Reward(result)
+    named = {"score": reward.score, **reward.parts}
+    if reward.accuracy is not None:
+        named["accuracy"] = reward.accuracy
+    for name, value in named.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise RewardError(f"{where}: the function returned {value!r} as {name}; a finite number is needed")
+    if reward.token_rewards is not None:
         given, wanted = len(reward.token_rewards), len(sample.trajectory)
         if given != wanted or not all(math.isfinite(x) for x in reward.token_rewards):
             raise RewardError(f"{where}: token_rewards must be {wanted} finite numbers, one per token; got {given}")
-    return reward or Reward(float(value))
+    return reward

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mppo.config import Config
-from mppo.errors import ModelError
+from mppo.errors import ConfigError, ModelError
 from mppo.megatron import platform, topology
 from mppo.megatron.model import build_chunks
 from mppo.megatron.objectives import PolicyHead
@@ -52,6 +52,7 @@ def assemble(config: Config) -> Parts:
     resolved = resolve(config, topology.data_parallel_size(config.parallel, world_size))
     model = open_model(config.model, config.trainer.seed)
     topology.check_layout(config.parallel, model.config)
+    _check_lengths(config, model)
     train_prompts, val_prompts = _prompts(config, model)
 
     place = topology.initialize(config.parallel, config.trainer.seed)
@@ -83,6 +84,15 @@ def assemble(config: Config) -> Parts:
     )
 
 
+def _check_lengths(config: Config, model: PretrainedModel) -> None:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > model.config.max_position_embeddings:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length = {longest}, but the model has positions for"
+            f" {model.config.max_position_embeddings}; lower one of them"
+        )
+
+
 def _prompts(config: Config, model: PretrainedModel) -> tuple[PromptSet, PromptSet | None]:
     def read(source: Any, where: str) -> PromptSet:
         return load_prompts(source, where, config.data, model.tokenizer, model.config.vocab_size)
@@ -102,8 +112,13 @@ def _critic_chunks(config: Config, model: PretrainedModel, place: Topology) -> l
     source, path = model.source, config.critic.path
     if path is not None:
         hf_config = read_hf_config(path, "critic.path")
-        if model.architecture.model_config(hf_config) != model.architecture.model_config(model.hf_config):
-            raise ModelError(f"critic.path={path}: its sizes in config.json differ from those of the actor's model")
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size"):
+            given = getattr(model.architecture.model_config(hf_config), name)
+            if given != getattr(model.config, name):
+                raise ModelError(
+                    f"critic.path={path}: its {name} is {given}, that of the actor's model is"
+                    f" {getattr(model.config, name)}; the critic must have the actor's sizes"
+                )
         source = SafetensorsFolder(path)
     chunks = build_chunks(model.config, config.parallel, model.dtype, value_head=True)
     load(chunks, model.architecture, model.config, source, place, value_head=True, zero_value_head=path is None)

@@ -23,6 +23,8 @@ class TrajectoryTable:
     groups: list[int]
     rewards: list[float]
     accuracies: list[float]
+    parts: list[dict[str, float]]
+    """Named parts of the reward."""
     rank_of: list[int]
     """The data-parallel rank that trains it."""
 
@@ -53,7 +55,8 @@ class MiniBatch:
     """What one optimizer step sees on this rank."""
 
     micro_batches: list[PackedBatch]
-    counts: BatchCounts
+    actions: int
+    """Of all ranks: what Megatron's count of tokens adds up to."""
 
 
 def balance(
@@ -70,19 +73,34 @@ def balance(
     whole batch, which every rank learns here; no rank receives a trajectory it does not hold afterwards.
     """
     lines = [
-        (t.index, len(t), t.actions, t.group, t.reward, accuracy)
+        (t.index, len(t), t.actions, t.group, t.total_reward, accuracy, t.parts)
         for t, accuracy in zip(trajectories, accuracies, strict=True)
     ]
     everyone = gather_from_all((topology.dp_rank, lines))
     replica_of = [dp_rank for dp_rank, _ in everyone]
-    rows = sorted(row for _, rows in everyone for row in rows)
-    _, lengths, actions, groups, rewards, accuracies = (list(column) for column in zip(*rows, strict=True))
+    rows = sorted((row for _, rows in everyone for row in rows), key=lambda row: row[0])
+    indices, lengths, actions, groups, rewards, accuracies, parts = (list(c) for c in zip(*rows, strict=True))
+    _renumber(trajectories, indices, groups)
     mini_batches = split_mini_batches(len(lengths), settings.mini_batch_size)
     rank_of = assign_ranks(mini_batches, [workload(n, hidden_size) for n in lengths], topology.dp)
     received = exchange([[t for t in trajectories if rank_of[t.index] == replica] for replica in replica_of])
     mine = sorted((t for items in received for t in items), key=lambda t: t.index)
-    table = TrajectoryTable(lengths, actions, groups, rewards, accuracies, rank_of)
+    table = TrajectoryTable(lengths, actions, _dense(groups), rewards, accuracies, parts, rank_of)
     return StepBatch(pack(mine), table, step)
+
+
+def _renumber(trajectories: list[Trajectory], indices: list[int], groups: list[int]) -> None:
+    """Close gaps that trajectories which never came leave in the numbers of trajectories and groups, in place."""
+    place_of = {index: place for place, index in enumerate(indices)}
+    group_of = dict(zip(indices, _dense(groups), strict=True))
+    for trajectory in trajectories:
+        trajectory.group = group_of[trajectory.index]
+        trajectory.index = place_of[trajectory.index]
+
+
+def _dense(groups: list[int]) -> list[int]:
+    numbers = {group: number for number, group in enumerate(sorted(set(groups)))}
+    return [numbers[group] for group in groups]
 
 
 def micro_batches(
@@ -90,6 +108,8 @@ def micro_batches(
 ) -> list[PackedBatch]:
     """This rank's micro-batches of the trajectories `indices` (of the global batch); some may be all padding."""
     parts = [[i for i in indices if batch.table.rank_of[i] == rank] for rank in range(topology.dp)]
+    if limit.tokens:  # padding to the multiple must fit in the budget as well
+        limit = MicroBatchLimit(tokens=limit.tokens - limit.tokens % topology.token_multiple)
     plans = plan_micro_batches(parts, batch.table.lengths, limit, topology.micro_batch_multiple)
     place_of = {index: place for place, index in enumerate(batch.packed.indices.tolist())}
     return [
@@ -108,9 +128,9 @@ def mini_batches(batch: StepBatch, settings: UpdateSettings, seed: int, topology
         for indices in split_mini_batches(len(batch.table), settings.mini_batch_size, shuffle_seed):
             counts = batch.table.counts(indices)
             pieces = micro_batches(batch, indices, settings.limit, topology)
-            yield MiniBatch([_weigh(piece, settings, counts) for piece in pieces], counts)
+            yield MiniBatch([_weigh(piece, settings, counts) for piece in pieces], counts.tokens)
 
 
 def _weigh(piece: PackedBatch, settings: UpdateSettings, counts: BatchCounts) -> PackedBatch:
-    weights = token_weights(settings.loss_agg_mode, piece.mask, piece.segments, counts, settings.norm)
+    weights = token_weights(settings.loss_agg_mode, piece.training, piece.segments, counts, settings.norm)
     return piece.with_fields(weights=weights)

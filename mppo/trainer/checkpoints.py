@@ -1,5 +1,6 @@
 """Saving and resuming a run: `out_dir/checkpoints/step_*`, the newest named in `latest`."""
 
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from mppo.errors import ConfigError
 from mppo.megatron.checkpoint import load_role, random_state, save_role, set_random_state
+from mppo.megatron.collectives import fail_together
 
 if TYPE_CHECKING:
     from mppo.trainer.trainer import Trainer
@@ -43,15 +46,15 @@ class Checkpoints:
         }
         dist_checkpointing.save(run, str(target / "run"))
         if dist.get_rank() == 0:
-            (self.folder / "latest").write_text(target.name)
+            (self.folder / "latest.new").write_text(target.name)
+            os.replace(self.folder / "latest.new", self.folder / "latest")
         dist.barrier()
 
     def restore(self, trainer: "Trainer") -> int:
         """Load the newest checkpoint, if there is one and resuming is on; returns the step to go on with."""
-        latest = self.folder / "latest"
-        if not (self.resume and latest.is_file()):
+        source = self._newest()
+        if source is None:
             return 0
-        source = self.folder / latest.read_text().strip()
         for name, role in self._parts(trainer).items():
             load_role(role.chunks, role.optimizer, source / name)
         run = dist_checkpointing.load_common_state_dict(str(source / "run"))
@@ -60,6 +63,22 @@ class Checkpoints:
             states = dist_checkpointing.load({**random_state(trainer.topology)}, str(source / "run"))
             set_random_state(states["rng"])
         return int(run["step"])
+
+    def _newest(self) -> Path | None:
+        """What rank 0 finds, so that all ranks decide alike. Raises ConfigError when it is not there on this rank."""
+        latest = self.folder / "latest"
+        found = [latest.read_text().strip() if self.resume and latest.is_file() else None]
+        dist.broadcast_object_list(found, src=0)
+        if found[0] is None:
+            return None
+        source = self.folder / found[0]
+        with fail_together():
+            if not (source / "run").is_dir():
+                raise ConfigError(
+                    f"{latest} names {found[0]}, but {source} is not there; is trainer.out_dir on a file system that"
+                    " all machines share? To start anew set trainer.resume=false"
+                )
+        return source
 
     @staticmethod
     def _parts(trainer: "Trainer") -> dict:

@@ -5,27 +5,32 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mppo.algorithm.statistics import Ratio, add_up
 from mppo.batch.packed import PackedBatch
 from mppo.trainer.batches import TrajectoryTable
 
 
 class MeanOverUpdates:
-    """The mean of each metric over the optimizer steps of a training step; the first and last where they tell more."""
+    """Metrics of all optimizer steps of a training step: means over all their tokens; totals and norms averaged."""
 
     def __init__(self, prefix: str):
         self.prefix = prefix
-        self._updates: list[dict[str, float]] = []
+        self._statistics: list[dict[str, Ratio]] = []
+        self._steps: list[dict[str, float]] = []
 
-    def add(self, metrics: dict[str, float]) -> None:
-        self._updates.append({k if k.startswith(self.prefix) else self.prefix + k: v for k, v in metrics.items()})
+    def add(self, statistics: dict[str, Ratio], stepped: dict[str, float]) -> None:
+        self._statistics.append(statistics)
+        self._steps.append(stepped)
 
     def metrics(self) -> dict[str, float]:
-        count = len(self._updates)
-        means = {name: sum(u[name] for u in self._updates) / count for name in self._updates[0]}
-        means[self.prefix + "lr"] = self._updates[-1][self.prefix + "lr"]
+        count = len(self._steps)
+        summed = add_up(self._statistics)
+        means = {name: ratio.value / (count if ratio.is_total else 1) for name, ratio in summed.items()}
+        means[self.prefix + "grad_norm"] = sum(step["grad_norm"] for step in self._steps) / count
+        means[self.prefix + "lr"] = self._steps[-1]["lr"]
         means[self.prefix + "optimizer_steps"] = float(count)
-        if self.prefix + "ratio_deviation" in means:
-            means[self.prefix + "first_ratio_deviation"] = self._updates[0][self.prefix + "ratio_deviation"]
+        if (deviation := self._statistics[0].get(self.prefix + "ratio_deviation")) is not None:
+            means[self.prefix + "first_ratio_deviation"] = deviation.value
         return means
 
 
@@ -34,11 +39,16 @@ def trajectory_metrics(table: TrajectoryTable) -> dict[str, float]:
     by_group: dict[int, set[float]] = {}
     for group, reward in zip(table.groups, table.rewards, strict=True):
         by_group.setdefault(group, set()).add(reward)
-    silent = sum(len(rewards) == 1 for rewards in by_group.values())
-    return {
+    metrics = {}
+    if len(by_group) < len(table):  # with one answer per prompt a group has no signal of its own
+        silent = sum(len(rewards) == 1 for rewards in by_group.values())
+        metrics["reward/groups_without_signal"] = silent / len(by_group)
+    for name in sorted({name for parts in table.parts for name in parts}):
+        given = [parts[name] for parts in table.parts if name in parts]
+        metrics[f"reward/part/{name}"] = sum(given) / len(given)
+    return metrics | {
         **_spread("reward", table.rewards),
         "reward/accuracy": sum(table.accuracies) / len(table),
-        "reward/groups_without_signal": silent / len(by_group),
         **_spread("response_length", [float(n) for n in table.actions]),
         "batch/tokens": float(sum(table.lengths)),
         "batch/trajectories": float(len(table)),
@@ -51,7 +61,7 @@ def _spread(name: str, values: list[float]) -> dict[str, float]:
 
 def batch_metrics(packed: PackedBatch, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """Advantages, and how far the trainer's policy is from the one that generated, over all actions."""
-    mask = packed.mask
+    mask = packed.training
     advantages = packed.advantages[mask].double()
     mismatch = (packed.old_log_probs - packed.rollout_log_probs)[mask].double()
     sums = torch.stack(

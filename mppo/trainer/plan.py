@@ -22,7 +22,7 @@ class UpdatePlan:
     trajectories_per_wave: int | None
     """Trajectories in one micro-batch of all data-parallel ranks together."""
     micro_batches_per_mini_batch: int | None
-    """Gradient accumulation: micro-batches of one rank per optimizer step."""
+    """Gradient accumulation: micro-batches of one rank per optimizer step; more where long sequences bunch."""
     mini_batches_per_epoch: int
     epochs: int
     optimizer_steps_per_training_step: int
@@ -78,19 +78,23 @@ def make_plan(resolved: Resolved, world_size: int) -> Plan:
 
 
 def _update_plan(loss: str, resolved: Resolved, settings: UpdateSettings) -> UpdatePlan:
-    ranks = resolved.data_parallel_size
-    size = min(settings.mini_batch_size, resolved.trajectories)
+    ranks, parallel = resolved.data_parallel_size, resolved.config.parallel
     mini_batches = -(-resolved.trajectories // settings.mini_batch_size)
-    per_rank = size / ranks
+    size = -(-resolved.trajectories // mini_batches)
     by_count = settings.limit.trajectories
+    pieces = None
+    if by_count:
+        multiple = parallel.pipeline_model_parallel_size if parallel.virtual_pipeline_model_parallel_size else 1
+        pieces = -(-size // (by_count * ranks))
+        pieces = -(-pieces // multiple) * multiple
     return UpdatePlan(
         loss=loss,
         loss_agg_mode=settings.loss_agg_mode,
         trajectories_per_mini_batch=size,
-        trajectories_per_mini_batch_per_rank=per_rank,
+        trajectories_per_mini_batch_per_rank=size / ranks,
         micro_batch=_limit(settings.limit),
         trajectories_per_wave=by_count * ranks if by_count else None,
-        micro_batches_per_mini_batch=-(-size // (by_count * ranks)) if by_count else None,
+        micro_batches_per_mini_batch=pieces,
         mini_batches_per_epoch=mini_batches,
         epochs=settings.epochs,
         optimizer_steps_per_training_step=settings.optimizer_steps(resolved.trajectories),

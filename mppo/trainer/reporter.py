@@ -70,6 +70,9 @@ class SilentReporter:
     def finish(self, accuracies: dict[str, float]) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 class Reporter(SilentReporter):
     """Writes into `out_dir`: train.log, metrics.jsonl, tensorboard/, samples/step_*.jsonl, learning_curve.png."""
@@ -85,7 +88,7 @@ class Reporter(SilentReporter):
         self._set_aside(first_step)
         self.log = open(self.out / "train.log", "a", buffering=1)  # noqa: SIM115  (closed in finish)
         self.jsonl = open(self.out / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
-        self.tensorboard = SummaryWriter(str(self.out / "tensorboard"), purge_step=first_step + 1)
+        self.tensorboard = SummaryWriter(str(self.out / "tensorboard"), purge_step=first_step + 1, flush_secs=10)
         self.console = Console()
         self.progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console
@@ -98,10 +101,10 @@ class Reporter(SilentReporter):
         if not path.is_file():
             return
         lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if first_step and json.loads(line)["step"] <= first_step]
+        kept = [line for line in lines if first_step and line.endswith("\n") and json.loads(line)["step"] <= first_step]
         path.write_text("".join(kept))
         with open(self.out / "metrics.superseded.jsonl", "a") as superseded:
-            superseded.writelines(lines[len(kept) :])
+            superseded.writelines(line for line in lines if line not in kept)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self._record(step, metrics)
@@ -110,10 +113,7 @@ class Reporter(SilentReporter):
         self.log.write(line + "\n")
         self.console.print(line, highlight=False, soft_wrap=True)
         self.progress.update(self.task, completed=step)
-        if self.pending:
-            path = self.out / "samples" / f"step_{step:06d}.jsonl"
-            path.write_text("".join(json.dumps(asdict(s), default=str) + "\n" for s in self.pending))
-            self.pending = []
+        self._write_samples(f"step_{step:06d}")
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         self._record(step, metrics)
@@ -125,15 +125,25 @@ class Reporter(SilentReporter):
         self.pending.extend(lines)
 
     def finish(self, accuracies: dict[str, float]) -> None:
-        """Draw the curve, close the files, and print the held-out accuracy as the last line."""
-        self.progress.stop()
-        for file in (self.log, self.jsonl, self.tensorboard):
-            file.close()
+        """Close the files, draw the curve, and print the held-out accuracy as the last line."""
+        self.close()
         curve = draw_curve(self.out / "metrics.jsonl", self.out / "learning_curve.png")
         self.console.print(f"metrics, samples and {curve.name} are in {self.out}", highlight=False)
         if accuracies:
             shown = " -> ".join(f"{value:.2f}" for value in accuracies.values())
             self.console.print(f"held-out greedy accuracy: {shown}", highlight=False)
+
+    def close(self) -> None:
+        self._write_samples("pending")
+        self.progress.stop()
+        for file in (self.log, self.jsonl, self.tensorboard):
+            file.close()
+
+    def _write_samples(self, name: str) -> None:
+        if self.pending:
+            path = self.out / "samples" / f"{name}.jsonl"
+            path.write_text("".join(json.dumps(asdict(s), default=str) + "\n" for s in self.pending))
+            self.pending = []
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         self.jsonl.write(json.dumps({"step": step, **metrics}) + "\n")

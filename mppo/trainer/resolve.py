@@ -62,6 +62,9 @@ def resolve(config: Config, data_parallel_size: int) -> Resolved:
     critic = _critic_settings(config, actor) if (estimator.traits or {}).get("critic") else None
     _check_names(config)
     _refuse_idle_fields(config, with_critic=critic is not None)
+    _refuse_idle_scale_factor("actor", config.actor.loss_scale_factor, actor)
+    if critic is not None:
+        _refuse_idle_scale_factor("critic", config.critic.loss_scale_factor, critic)
     warnings = _warnings(config, actor)
     if config.strict and warnings:
         raise ConfigError("strict=true: " + "; ".join(warnings))
@@ -85,6 +88,10 @@ def _limit(where: str, by_tokens: bool, trajectories: int | None, tokens: int | 
     return MicroBatchLimit(tokens=tokens) if by_tokens else MicroBatchLimit(trajectories=trajectories)
 
 
+def _first_given(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
 def _actor_settings(config: Config, paper_mode: str) -> UpdateSettings:
     actor = config.actor
     return UpdateSettings(
@@ -101,7 +108,7 @@ def _actor_settings(config: Config, paper_mode: str) -> UpdateSettings:
             actor.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
         ),
         loss_agg_mode=actor.loss_agg_mode or paper_mode,
-        norm=actor.loss_scale_factor or config.data.max_response_length,
+        norm=_first_given(actor.loss_scale_factor, config.data.max_response_length),
     )
 
 
@@ -127,7 +134,7 @@ def _critic_settings(config: Config, actor: UpdateSettings) -> UpdateSettings:
         limit=limit,
         infer_limit=infer_limit,
         loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
-        norm=critic.loss_scale_factor or actor.norm,
+        norm=_first_given(critic.loss_scale_factor, actor.norm),
     )
 
 
@@ -138,9 +145,9 @@ def _check_names(config: Config) -> None:
             AGGREGATIONS.get(mode)
     KL_FORMS.get(config.actor.kl_loss_type.removesuffix("+"))
     KL_FORMS.get(config.algorithm.kl_penalty.removesuffix("+"))
-    for source in (config.data.train, config.data.val):
+    for where, source in (("data.train", config.data.train), ("data.val", config.data.val)):
         if source.generator:
-            GENERATORS.get(source.generator).configure(source.options, "data.*.options")
+            GENERATORS.get(source.generator).configure(source.options, f"{where}.options")
 
 
 def _refuse_idle_fields(config: Config, with_critic: bool) -> None:
@@ -156,16 +163,19 @@ def _refuse_idle_fields(config: Config, with_critic: bool) -> None:
         (config.algorithm.kl_ctrl.type == "fixed", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.type is fixed"),
         (config.algorithm.kl_ctrl.type == "fixed", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.type is fixed"),
         (not config.data.val.given, "trainer.test_freq", "data.val is not given"),
+        (not config.data.val.given, "trainer.val_before_train", "data.val is not given"),
     ]
     for unread, path, reason in idle:
         if unread and _at(config, path) != _at(default, path):
             raise ConfigError(f"{path} is set but would have no effect: {reason}; unset it or change that")
-    for role, settings in (("actor", config.actor), ("critic", config.critic)):
-        mode = settings.loss_agg_mode or config.actor.loss_agg_mode
-        if settings.loss_scale_factor is not None and mode != "seq-mean-token-sum-norm":
-            raise ConfigError(
-                f"{role}.loss_scale_factor is set but {role}.loss_agg_mode is not seq-mean-token-sum-norm; unset it"
-            )
+
+
+def _refuse_idle_scale_factor(role: str, given: float | None, settings: UpdateSettings) -> None:
+    if given is not None and settings.loss_agg_mode != "seq-mean-token-sum-norm":
+        raise ConfigError(
+            f"{role}.loss_scale_factor is set but {role}.loss_agg_mode is {settings.loss_agg_mode}, which does not"
+            " read it; unset it"
+        )
 
 
 def _at(config: Any, path: str) -> Any:
@@ -180,6 +190,12 @@ def _warnings(config: Config, actor: UpdateSettings) -> list[str]:
         found.append(
             f"both KL paths are on: actor.kl_loss_coef={config.actor.kl_loss_coef} in the loss and"
             f" algorithm.kl_ctrl.kl_coef={config.algorithm.kl_ctrl.kl_coef} in the reward add up"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if actor.limit.tokens is not None and actor.limit.tokens < longest:
+        found.append(
+            f"actor.ppo_max_token_len_per_gpu={actor.limit.tokens} is less than data.max_prompt_length +"
+            f" data.max_response_length = {longest}: a longer trajectory will stop the run"
         )
     if actor.mini_batch_size > config.data.train_batch_size * config.rollout.n:
         found.append(

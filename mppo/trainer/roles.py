@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mppo.algorithm.statistics import add_up
+from mppo.algorithm.statistics import Ratio, add_up
 from mppo.batch.plan import MicroBatchLimit
 from mppo.config import OptimConfig
 from mppo.megatron import platform
@@ -67,9 +67,12 @@ class TrainableRole(Role):
         super().__init__(wrap_for_training(chunks, optim.use_distributed_optimizer), topology)
         self.optimizer = Optimizer(self.chunks, optim, dtype)
 
-    def update(self, mini_batch: MiniBatch, objective: Objective) -> dict[str, float]:
-        """One optimizer step: zero, forward and backward of all micro-batches, step. Returns exact global metrics."""
+    def update(self, mini_batch: MiniBatch, objective: Objective) -> tuple[dict[str, Ratio], dict[str, float]]:
+        """One optimizer step: zero, forward and backward of all micro-batches, step.
+
+        Returns metrics over the global mini-batch, and the gradient norm and learning rate. Raises TrainingError, on
+        every rank, when the gradient is not finite.
+        """
         self.optimizer.zero_grad()
         statistics = run_schedule(self.chunks, mini_batch.micro_batches, objective)
-        stepped = self.optimizer.step()
-        return reduce_statistics(add_up(statistics), self.topology) | stepped
+        return reduce_statistics(add_up(statistics), self.topology), self.optimizer.step()

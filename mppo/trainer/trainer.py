@@ -9,8 +9,9 @@ import torch
 from mppo.algorithm.advantages import AdvantageInputs
 from mppo.algorithm.diagnostics import explained_variance
 from mppo.algorithm.kl import KLController, kl_penalty
+from mppo.errors import DataError, RewardError
 from mppo.megatron import platform
-from mppo.megatron.collectives import gather_from_all, sum_over_data_parallel
+from mppo.megatron.collectives import fail_together, gather_from_all, sum_over_data_parallel
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ValueObjective, ValuePass
 from mppo.rollout.engine import Request
 from mppo.rollout.rewards import score
@@ -19,6 +20,7 @@ from mppo.trainer.batches import StepBatch, balance, mini_batches
 from mppo.trainer.metrics import MeanOverUpdates, batch_metrics, trajectory_metrics
 from mppo.trainer.replay import ReplayBuffer, Rollout
 from mppo.trainer.reporter import SampleLine
+from mppo.weights.transfer import save_hf
 
 
 def named_step(method: Callable) -> Callable:
@@ -50,23 +52,34 @@ class Trainer:
         self.reduce_sum = partial(sum_over_data_parallel, topology=self.topology)
 
     def train(self) -> dict[str, float]:
-        """Run to the last step; returns the accuracy on held-out prompts before and after (`before`, `after`)."""
-        first = self.parts.checkpoints.restore(self)
-        self.parts.reporter.start(first)
+        """Run to the last step; returns the accuracy on held-out prompts before and after (`before`, `after`).
+
+        When a step is refused before its updates (a reward that raises, say), what was trained is saved first.
+        """
+        trainer, reporter = self.config.trainer, self.parts.reporter
+        first, total = self.parts.checkpoints.restore(self), trainer.total_training_steps
+        reporter.start(first)
         self.sync_weights(first)
         accuracies = {}
-        if self.parts.val_prompts and self.config.trainer.val_before_train:
+        if self.parts.val_prompts and trainer.val_before_train:
             accuracies["before"] = self.validate(first)
-        total = self.config.trainer.total_training_steps
         for step in range(first, total):
-            self.train_step(step)
+            try:
+                self.train_step(step)
+            except (DataError, RewardError):
+                self.parts.checkpoints.save(self, step)
+                reporter.close()
+                raise
             done = step + 1
-            self.parts.reporter.step(done, self.metrics)
-            if self._due(self.config.trainer.save_freq, done):
+            reporter.step(done, self.metrics)
+            if trainer.save_freq and (done == total or self._due(trainer.save_freq, done)):
                 self.parts.checkpoints.save(self, done)
-            if self.parts.val_prompts and (done == total or self._due(self.config.trainer.test_freq, done)):
+            if self.parts.val_prompts and (done == total or self._due(trainer.test_freq, done)):
                 accuracies["after"] = self.validate(done)
-        self.parts.reporter.finish(accuracies)
+        if trainer.save_hf:
+            model = self.parts.model
+            save_hf(self.parts.exporter, model.hf_config, model.tokenizer, f"{trainer.out_dir}/hf")
+        reporter.finish(accuracies)
         return accuracies
 
     @staticmethod
@@ -77,10 +90,11 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """One training step: rollout, nine steps, and the new weights to the engine."""
         self.metrics = {}
-        self.rollout(step)
+        with fail_together():
+            self.rollout(step)
 
-        rollout = self.sample()
-        accuracies = self.reward(rollout)
+            rollout = self.sample()
+            accuracies = self.reward(rollout)
         batch = self.balance(rollout, accuracies, step)
         batch = self.old_log_probs(batch)
         batch = self.ref_log_probs(batch)
@@ -137,8 +151,7 @@ class Trainer:
     @named_step
     def old_log_probs(self, batch: StepBatch) -> StepBatch:
         """Step 4: the PPO anchor, under the weights before any update of this step."""
-        closure = LogProbPass(self.parts.head)
-        output = self.parts.actor.forward(batch, self.resolved.actor.infer_limit, closure)
+        output = self.parts.actor.forward(batch, self.resolved.actor.infer_limit, LogProbPass(self.parts.head))
         return batch.with_fields(old_log_probs=output["log_probs"])
 
     @named_step
@@ -146,8 +159,7 @@ class Trainer:
         """Step 5: the frozen reference, where either KL path is on."""
         if self.parts.reference is None:
             return batch
-        closure = LogProbPass(self.parts.head)
-        output = self.parts.reference.forward(batch, self.resolved.actor.infer_limit, closure)
+        output = self.parts.reference.forward(batch, self.resolved.actor.infer_limit, LogProbPass(self.parts.head))
         return batch.with_fields(ref_log_probs=output["log_probs"])
 
     @named_step
@@ -168,6 +180,7 @@ class Trainer:
             AdvantageInputs(
                 rewards=packed.rewards,
                 mask=packed.mask,
+                kept=packed.kept,
                 segments=packed.segments,
                 groups=packed.groups,
                 num_groups=max(batch.table.groups) + 1,
@@ -179,7 +192,7 @@ class Trainer:
         self.metrics |= batch_metrics(batch.packed, self.reduce_sum)
         if self.parts.critic is not None:
             self.metrics["critic/explained_variance"] = explained_variance(
-                packed.values, result.returns, packed.mask, self.reduce_sum
+                packed.values, result.returns, packed.training, self.reduce_sum
             )
         return batch
 
@@ -191,8 +204,8 @@ class Trainer:
         packed, beta = batch.packed, self.kl_controller.coefficient
         kl = kl_penalty(packed.old_log_probs, packed.ref_log_probs, self.config.algorithm.kl_penalty)
         kl = torch.where(packed.mask, kl, 0.0)
-        trains = packed.segments.lengths(packed.mask) > 0
-        means = packed.segments.mean(kl.double(), packed.mask)
+        trains = packed.segments.lengths(packed.training) > 0
+        means = packed.segments.mean(kl.double(), packed.training)
         total, count = self.reduce_sum(torch.stack([means[trains].sum(), trains.sum().double()])).tolist()
         current = total / max(count, 1.0)
         self.metrics |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
@@ -206,8 +219,8 @@ class Trainer:
             return
         mean = MeanOverUpdates("critic/")
         for mini_batch in mini_batches(batch, self.resolved.critic, self.config.trainer.seed, self.topology):
-            objective = ValueObjective(self.config.critic.cliprange_value, mini_batch.counts)
-            mean.add(self.parts.critic.update(mini_batch, objective))
+            objective = ValueObjective(self.config.critic.cliprange_value, mini_batch.actions)
+            mean.add(*self.parts.critic.update(mini_batch, objective))
         self.metrics |= mean.metrics()
 
     @named_step
@@ -219,13 +232,13 @@ class Trainer:
             objective = PolicyObjective(
                 head=self.parts.head,
                 policy_loss=self.resolved.policy_loss,
-                counts=mini_batch.counts,
+                actions=mini_batch.actions,
                 entropy_coeff=actor.entropy_coeff,
                 report_entropy=actor.calculate_entropy,
                 kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
                 kl_loss_type=actor.kl_loss_type,
             )
-            mean.add(self.parts.actor.update(mini_batch, objective))
+            mean.add(*self.parts.actor.update(mini_batch, objective))
         self.metrics |= mean.metrics()
         if actor.use_kl_loss:
             self.metrics["actor/kl_coef"] = actor.kl_loss_coef
@@ -241,7 +254,8 @@ class Trainer:
         prompts = dict(enumerate(self.parts.val_prompts.prompts))
         requests = [Request(i, i, prompt.ids, (0, i)) for i, prompt in prompts.items()]
         trajectories = self.parts.engine.generate(self._share(requests), self.parts.greedy)
-        accuracies = score(self.resolved.reward, trajectories, prompts, self.parts.model.tokenizer)
+        with fail_together():
+            accuracies = score(self.resolved.reward, trajectories, prompts, self.parts.model.tokenizer)
         everywhere = gather_from_all((accuracies, [t.reward for t in trajectories]))
         accuracies = [a for part, _ in everywhere for a in part]
         rewards = [r for _, part in everywhere for r in part]

@@ -25,7 +25,7 @@ def char(options: dict[str, Any]) -> tuple[LlamaConfig, PreTrainedTokenizerFast]
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "max_position_embeddings": 512,
-        "initializer_range": 0.08,
+        "initializer_range": 0.02,
         "tie_word_embeddings": False,
         "architectures": ["LlamaForCausalLM"],
         "bos_token_id": None,

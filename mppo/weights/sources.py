@@ -61,13 +61,14 @@ class SafetensorsFolder:
 
 
 class RandomInitialisation:
-    """Normal weights (`initializer_range`), norms of one, biases of zero; each tensor from its own name and the seed.
+    """A new model: every tensor drawn from its own name and the seed, so it is the same under every layout.
 
-    So the initial model is the same under every layout.
+    Embedding and output layer are normal with deviation `initializer_range`, other matrices with 0.7 / sqrt(inputs);
+    norms are one, biases zero.
     """
 
     def __init__(self, hf_config: Any, seed: int):
-        self.seed, self.std = seed, hf_config.initializer_range
+        self.seed, self.initializer_range = seed, hf_config.initializer_range
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -87,5 +88,7 @@ class RandomInitialisation:
             whole = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         else:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
-            whole = torch.randn(shape, generator=generator) * self.std
+            of_vocabulary = name in ("model.embed_tokens.weight", "lm_head.weight")
+            std = self.initializer_range if of_vocabulary else 0.7 / shape[1] ** 0.5
+            whole = torch.randn(shape, generator=generator) * std
         return whole.narrow(dim, start, stop - start)

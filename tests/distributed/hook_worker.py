@@ -171,15 +171,15 @@ class Comparison:
         return PolicyHead(VOCABULARY, self.case.temperature, self.topology.tp_group)
 
     def _objective(self, batch: PackedBatch):
-        counts = BatchCounts(int(batch.mask.sum()), 0)
+        actions = int(batch.mask.sum())
         if self.critic:
-            return ValueObjective(VALUE_CLIP, counts)
+            return ValueObjective(VALUE_CLIP, actions)
         loss = partial(vanilla, config=VanillaConfig(clip_ratio=CLIP, clip_ratio_c=DUAL_CLIP))
-        return PolicyObjective(self._head, loss, counts, entropy_coeff=ENTROPY_COEFF, kl_loss_coef=KL_COEFF)
+        return PolicyObjective(self._head, loss, actions, entropy_coeff=ENTROPY_COEFF, kl_loss_coef=KL_COEFF)
 
     def _output_errors(self, batch: PackedBatch, expected: dict[str, Tensor]) -> dict[str, float]:
         pieces = self._micro_batches(batch)
-        closure = ValuePass() if self.critic else LogProbPass(self._head)
+        closure = ValuePass() if self.critic else LogProbPass(self._head, ("log_probs", "entropy"))
         outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)
         if not self.topology.is_last_stage:
             return {}
@@ -198,7 +198,7 @@ class Comparison:
         metrics = reduce_statistics(add_up(statistics), self.topology)
         role = "critic" if self.critic else "actor"
         errors = {
-            name: self._loss_error(metrics[f"{role}/{name}"], expected) for name, expected in token_losses.items()
+            name: self._loss_error(metrics[f"{role}/{name}"].value, expected) for name, expected in token_losses.items()
         }
         return errors | self._gradient_errors(chunks)
 

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.train_runs import train, train_refused
 
@@ -53,6 +55,7 @@ def one_process(tmp_path_factory):
 
 MINI_BATCHES = (
     *SHORT,
+    "model.preset_options={num_hidden_layers: 4}",
     "actor.ppo_mini_batch_size=4",
     "actor.ppo_epochs=2",
     "actor.shuffle=true",
@@ -71,8 +74,9 @@ MINI_BATCHES = (
         (2, layout(1, 2, "model.make_vocab_size_divisible_by=1", "ref.placement=device")),
         (2, layout(2, 1, "parallel.sequence_parallel=true", "actor.ppo_micro_batch_size_per_gpu=5")),
         (2, layout(1, 1, "actor.optim.use_distributed_optimizer=true")),
+        (2, layout(1, 2, "parallel.virtual_pipeline_model_parallel_size=2", "actor.ppo_micro_batch_size_per_gpu=5")),
     ],
-    ids=["dp2", "pp2", "tp2-sp", "dp2-distributed-optimizer"],
+    ids=["dp2", "pp2", "tp2-sp", "dp2-distributed-optimizer", "pp2-vpp2"],
 )
 def test_several_mini_batches_and_epochs_give_the_same_metrics_in_every_layout(
     one_process, tmp_path, processes, overrides
@@ -99,6 +103,7 @@ def test_a_critic_under_the_distributed_optimizer_resumes_in_another_layout(tmp_
         "actor.ppo_mini_batch_size=16",
         "actor.optim.use_distributed_optimizer=true",
         "critic.optim.use_distributed_optimizer=true",
+        "trainer.save_hf=false",
         "data.val.generator=null",
         "data.val.options={}",
         "trainer.test_freq=0",
@@ -150,4 +155,36 @@ def test_bad_input_ends_every_rank_with_an_error_that_names_it(tmp_path, overrid
 
 
 def not_a_number(sample):
-    return float("nan")
+    """Only for a trajectory that the second of two ranks generates."""
+    return float("nan") if sample.trajectory.index == 1 else 1.0
+
+
+def test_what_was_trained_is_saved_when_a_step_is_refused(tmp_path):
+    overrides = (*SHORT, *layout(1, 1), "reward.function=tests.distributed.test_training:good_at_first")
+    assert "raised RuntimeError" in train_refused("class", 2, tmp_path, *overrides)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_000001"
+    assert (tmp_path / "samples" / "pending.jsonl").is_file()
+
+
+def good_at_first(sample):
+    if sample.trajectory.weight_version > 0:
+        raise RuntimeError("no more")
+    return 1.0
+
+
+def test_the_trained_model_is_left_as_a_hugging_face_folder(learned):
+    config = AutoConfig.from_pretrained(learned.out_dir / "hf")
+    model = AutoModelForCausalLM.from_pretrained(learned.out_dir / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(learned.out_dir / "hf")
+    assert config.hidden_size == 64
+    for asked, belongs in (("d:", str.isdigit), ("l:", str.isalpha)):
+        prompt = torch.tensor([tokenizer(asked)["input_ids"]])
+        answer = tokenizer.decode(model.generate(prompt, max_new_tokens=8, do_sample=False)[0, 2:])
+        assert sum(map(belongs, answer)) >= 7
+
+
+def test_a_resumed_run_takes_the_learning_rate_it_is_given(tmp_path):
+    overrides = (*SHORT, *layout(1, 1), "trainer.save_freq=1", "actor.optim.lr_warmup_steps=4")
+    train("class", 1, tmp_path, *overrides, "trainer.total_training_steps=2")
+    resumed = train("class", 1, tmp_path, *overrides, "actor.optim.lr=1e-4", "trainer.total_training_steps=5")
+    assert resumed.column("actor/lr") == pytest.approx([0.5e-3, 1e-3, 0.75e-4, 1e-4, 1e-4])

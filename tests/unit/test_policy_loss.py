@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mppo.algorithm.policy_losses import POLICY_LOSSES, PolicyInputs
+from mppo.algorithm.policy_losses import POLICY_LOSSES, PolicyInputs, anchor_statistics
 from mppo.errors import ConfigError
 from tests.unit.samples import masked_sum, packed_batches, segments_of, vectors
 
@@ -45,7 +45,7 @@ def test_the_log_ratio_is_clamped_and_has_no_gradient_beyond():
     x.log_ratio.sum().backward()
     assert x.log_ratio.tolist() == pytest.approx([-20, -20, -19.5, 19.5, 20, 20])
     assert x.log_probs.grad.tolist() == [0, 0, 1, 1, 0, 0]
-    assert vanilla(x).statistics["log_ratio_saturated"].reduce(x.mask).value == pytest.approx(4 / 6)
+    assert anchor_statistics(x)["log_ratio_saturated"].reduce(x.mask).value == pytest.approx(4 / 6)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_clip_ratio_sets_both_sides_unless_a_side_is_given(knobs, good, bad):
 
 def test_statistics_tell_what_was_clipped():
     x = inputs([math.log(r) for r in (1.5, 1.5, 0.5, 5.0, 1.1)], [1.0, -1.0, -1.0, -1.0, 1.0])
-    value = {name: s.reduce(x.mask).value for name, s in vanilla(x).statistics.items()}
+    value = {name: s.reduce(x.mask).value for name, s in (vanilla(x).statistics | anchor_statistics(x)).items()}
     assert value["pg_clipfrac"] == 2 / 5
     assert value["pg_clipfrac_lower"] == 1 / 5
     assert value["ppo_kl"] == pytest.approx(-math.log(1.5 * 1.5 * 0.5 * 5.0 * 1.1) / 5)

@@ -68,7 +68,7 @@ def test_a_reward_may_have_token_rewards_and_parts():
     function = lambda sample: Reward(1.0, token_rewards=[0.0, 0.0, 0.5, 0.25], parts={"length": 2})  # noqa: E731
     trajectory, _ = rewarded(function, "ab", "ab")
     assert trajectory.token_rewards.tolist() == [0.0, 0.0, 0.5, 0.25]
-    assert trajectory.metrics == {"length": 2.0}
+    assert trajectory.parts == {"length": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class AdvantageInputs:
     rewards: Tensor
     """`[T]` token-level rewards, after any KL penalty."""
     mask: Tensor
-    """`[T]`: positions that are actions."""
+    """`[T]`: positions that are actions; rewards stand there, also those of rejected actions."""
     segments: Segments
     groups: Tensor
     """`[S]` long: the prompt group of each trajectory, in `[0, num_groups)` over the *global* batch."""
@@ -31,6 +31,13 @@ class AdvantageInputs:
     """`[T]` the critic's predictions, for estimators registered with `critic=True`."""
     reduce_sum: Callable[[Tensor], Tensor] = no_reduction
     """Sums a tensor over all parts of the global batch (an all-reduce over data-parallel ranks)."""
+    kept: Tensor | None = None
+    """`[T]`: the actions that train, where some are rejected; None: all of them."""
+
+    @property
+    def training(self) -> Tensor:
+        """`[T]`: the positions that group and batch statistics are over."""
+        return self.mask if self.kept is None else self.kept
 
     @property
     def scores(self) -> Tensor:
@@ -47,7 +54,7 @@ class AdvantageInputs:
 @dataclass(frozen=True)
 class Advantages:
     advantages: Tensor
-    """`[T]`, 0 outside the mask."""
+    """`[T]`, 0 where nothing trains."""
     returns: Tensor
     """`[T]`, the critic's target."""
 

@@ -38,4 +38,4 @@ def gae(x: AdvantageInputs, config: GaeConfig) -> Advantages:
 
     raw = torch.zeros_like(x.values).index_copy(0, actions, advantages)
     returns = torch.zeros_like(x.values).index_copy(0, actions, advantages + values)
-    return Advantages(whiten(raw, x.mask, x.reduce_sum), returns)
+    return Advantages(whiten(raw, x.training, x.reduce_sum), returns)

@@ -17,11 +17,11 @@ class GrpoConfig:
 def grpo(x: AdvantageInputs, config: GrpoConfig) -> Advantages:
     """`(S_i - mean_group) / (std_group + 1e-6)`, one number per trajectory, the same for each of its actions.
 
-    Only trajectories that train (any masked position) count towards their group. A group of one keeps its
+    Only trajectories of which something trains count towards their group. A group of one keeps its
     raw score: mean 0, deviation 1.
     """
     scores = x.scores
-    trains = (x.segments.lengths(x.mask) > 0).double()
+    trains = (x.segments.lengths(x.training) > 0).double()
     size = x.per_group(trains)
     alone = (size <= 1)[x.groups]
     mean = (x.per_group(scores * trains) / size.clamp(min=1))[x.groups]
@@ -30,5 +30,5 @@ def grpo(x: AdvantageInputs, config: GrpoConfig) -> Advantages:
         variance = x.per_group((centred * trains).square()) / (size - 1).clamp(min=1)
         deviation = variance.sqrt()[x.groups]
         centred = torch.where(alone, centred, centred / (deviation + 1e-6))
-    advantages = x.segments.expand(centred).to(x.rewards.dtype) * x.mask
+    advantages = x.segments.expand(centred).to(x.rewards.dtype) * x.training
     return Advantages(advantages, advantages)

@@ -19,4 +19,4 @@ def reinforce_plus_plus(x: AdvantageInputs, config: ReinforcePlusPlusConfig) -> 
     actions = x.mask.bool().nonzero().squeeze(-1)
     to_go = discounted_suffix_sum(x.rewards[actions], x.segments.ids[actions], config.gamma)
     returns = torch.zeros_like(x.rewards).index_copy(0, actions, to_go)
-    return Advantages(whiten(returns, x.mask, x.reduce_sum), returns)
+    return Advantages(whiten(returns, x.training, x.reduce_sum), returns)

@@ -39,6 +39,15 @@ class TokenLosses:
     statistics: dict[str, TokenStatistic] = field(default_factory=dict)
 
 
+def anchor_statistics(x: PolicyInputs) -> dict[str, TokenStatistic]:
+    """How far the current policy is from the anchor, reported with every loss."""
+    saturated = (x.log_probs - x.old_log_probs).abs() > LOG_RATIO_LIMIT
+    return {
+        "ratio_deviation": TokenStatistic((x.log_ratio.exp() - 1).abs()),
+        "log_ratio_saturated": TokenStatistic(saturated.float()),
+    }
+
+
 PolicyLoss = Callable[[PolicyInputs, object], TokenLosses]
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 """Register with `config=` (dataclass of knobs) and `loss_agg_mode=` (the paper's aggregation mode)."""

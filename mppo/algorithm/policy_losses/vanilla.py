@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mppo.algorithm.kl import LOG_RATIO_LIMIT
 from mppo.algorithm.policy_losses.base import POLICY_LOSSES, PolicyInputs, TokenLosses
 from mppo.algorithm.statistics import TokenStatistic
 from mppo.errors import ConfigError
@@ -47,14 +46,11 @@ def vanilla(x: PolicyInputs, config: VanillaConfig) -> TokenLosses:
     pessimistic = torch.maximum(unclipped, clipped)
     loss = torch.where(A < 0, torch.minimum(pessimistic, -C * A), pessimistic)
 
-    saturated = (x.log_probs - x.old_log_probs).abs() > LOG_RATIO_LIMIT
     return TokenLosses(
         loss,
         {
             "pg_clipfrac": TokenStatistic((clipped > unclipped).float()),
             "pg_clipfrac_lower": TokenStatistic(((pessimistic > -C * A) & (A < 0)).float()),
             "ppo_kl": TokenStatistic(-x.log_ratio),
-            "ratio_deviation": TokenStatistic((ratio - 1).abs()),
-            "log_ratio_saturated": TokenStatistic(saturated.float()),
         },
     )
