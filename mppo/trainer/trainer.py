@@ -131,14 +131,12 @@ class Trainer:
 
     @named_step
     def reward(self, rollout: Rollout) -> list[float]:
-        """Step 2: give every trajectory its reward; returns accuracies."""
-        accuracies = score(self.resolved.reward, rollout.trajectories, rollout.prompts, self.parts.model.tokenizer)
-        lines = [
-            SampleLine.of(t, rollout.prompts[t.group], self.parts.model.tokenizer)
-            for t in rollout.trajectories[: self.config.trainer.samples_per_step]
-        ]
-        self.parts.reporter.samples(lines)
-        return accuracies
+        """Step 2: give every trajectory its reward; returns accuracies. Samples are written even if it fails."""
+        tokenizer, shown = self.parts.model.tokenizer, rollout.trajectories[: self.config.trainer.samples_per_step]
+        try:
+            return score(self.resolved.reward, rollout.trajectories, rollout.prompts, tokenizer)
+        finally:
+            self.parts.reporter.samples([SampleLine.of(t, rollout.prompts[t.group], tokenizer) for t in shown])
 
     @named_step
     def balance(self, rollout: Rollout, accuracies: list[float], step: int) -> StepBatch:
