@@ -69,13 +69,8 @@ def plan_micro_batches(
     micro-batches is a multiple of `multiple` (the group size of interleaved schedules), at least one.
     Raises DataError that names a trajectory longer than the token limit, on every rank alike.
     """
-    if limit.tokens is not None:
-        for index in (i for part in parts for i in part):
-            if lengths[index] > limit.tokens:
-                raise DataError(
-                    f"trajectory {index} has {lengths[index]} tokens, over the micro-batch budget of {limit.tokens}; "
-                    "raise max_token_len_per_gpu to the longest prompt plus response"
-                )
+    for index in (i for part in parts for i in part):
+        check_budget(index, lengths[index], limit)
     count = max((_fewest(part, lengths, limit) for part in parts), default=1)
     while True:
         count = max(multiple, -(-count // multiple) * multiple)
@@ -83,6 +78,15 @@ def plan_micro_batches(
         if all(plan is not None for plan in plans):
             return plans
         count += 1
+
+
+def check_budget(index: int, length: int, limit: MicroBatchLimit) -> None:
+    """Raise DataError that names a trajectory no micro-batch has room for."""
+    if limit.tokens is not None and length > limit.tokens:
+        raise DataError(
+            f"trajectory {index} has {length} tokens, over the micro-batch budget of {limit.tokens}; "
+            "raise max_token_len_per_gpu to the longest prompt plus response"
+        )
 
 
 def _fewest(part: list[int], lengths: list[int], limit: MicroBatchLimit) -> int:

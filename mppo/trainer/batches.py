@@ -69,7 +69,8 @@ def balance(
 ) -> StepBatch:
     """Send every trajectory from the rank that generated it to all ranks of the replica that will train it.
 
-    Each mini-batch is balanced over data-parallel ranks by workload. The plan follows from the lengths of the
+    Each mini-batch of the actor, cut in order, is balanced over data-parallel ranks by workload; shuffled ones, and a
+    critic's of another size, are as balanced as chance has it. The plan follows from the lengths of the
     whole batch, which every rank learns here; no rank receives a trajectory it does not hold afterwards.
     """
     lines = [

@@ -47,6 +47,12 @@ class Resolved:
     critic: UpdateSettings | None
     warnings: list[str]
 
+    @property
+    def limits(self) -> list[MicroBatchLimit]:
+        """Of all passes of a training step."""
+        roles = [self.actor] + ([self.critic] if self.critic else [])
+        return [limit for role in roles for limit in (role.infer_limit, role.limit)]
+
 
 def resolve(config: Config, data_parallel_size: int) -> Resolved:
     """Decide everything that follows from the configuration alone.

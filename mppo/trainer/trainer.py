@@ -9,6 +9,7 @@ import torch
 from mppo.algorithm.advantages import AdvantageInputs
 from mppo.algorithm.diagnostics import explained_variance
 from mppo.algorithm.kl import KLController, kl_penalty
+from mppo.batch.plan import check_budget
 from mppo.errors import DataError, RewardError
 from mppo.megatron import platform
 from mppo.megatron.collectives import fail_together, gather_from_all, sum_over_data_parallel
@@ -143,6 +144,9 @@ class Trainer:
         """Step 3: bring every trajectory to the data-parallel rank that will train it, and pack."""
         hidden = self.parts.model.config.hidden_size
         batch = balance(rollout.trajectories, accuracies, self.resolved.actor, hidden, step, self.topology)
+        for index, length in enumerate(batch.table.lengths):
+            for limit in self.resolved.limits:  # before any pass of the step, and on every rank alike
+                check_budget(index, length, limit)
         self.metrics |= trajectory_metrics(batch.table)
         return batch
 

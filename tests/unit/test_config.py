@@ -23,6 +23,14 @@ def test_every_shipped_configuration_resolves(name):
     assert resolved.trajectories == resolved.config.data.train_batch_size * resolved.config.rollout.n
 
 
+def test_a_group_is_chosen_by_name_and_its_fields_can_still_be_set():
+    config = load_config("class", ["parallel=pp2", "algorithm=gae", "algorithm.adv_options.lam=0.9"])
+    assert config.parallel.tensor_model_parallel_size == 1
+    assert (config.algorithm.adv_estimator, config.algorithm.adv_options["lam"]) == ("gae", 0.9)
+    with pytest.raises(ConfigError, match="tp3"):
+        load_config("class", ["parallel=tp3"])
+
+
 def test_overrides_set_fields_that_no_file_mentions():
     config = config_with("actor.optim.lr=3e-5", "actor.policy_loss.clip_ratio=0.3")
     assert config.actor.optim.lr == 3e-5
