@@ -35,6 +35,7 @@ class LocalEngine:
 
     @torch.no_grad()
     def generate(self, requests: list[Request], params: SamplingParams) -> list[Trajectory]:
+        """`batch_size` requests at a time, those of similar length together; answers in the order of the requests."""
         by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
         answers: dict[int, Trajectory] = {}
         for start in range(0, len(by_length), self.batch_size):
@@ -44,22 +45,15 @@ class LocalEngine:
         return [answers[place] for place in range(len(requests))]
 
     def _batch(self, requests: list[Request], params: SamplingParams) -> list[Trajectory]:
-        """Left-padded prompts, one token a row and step, until every row has stopped."""
-        count, width = len(requests), max(len(r.prompt) for r in requests)
-        tokens = torch.zeros(count, width, dtype=torch.long)
-        attention = torch.zeros(count, width, dtype=torch.long)
-        for row, request in enumerate(requests):
-            tokens[row, width - len(request.prompt) :] = torch.tensor(request.prompt)
-            attention[row, width - len(request.prompt) :] = 1
-        tokens, attention = tokens.to(self.device), attention.to(self.device)
+        """One token a row and step, until every row has stopped."""
+        tokens, attention = self._left_padded(requests)
         positions = (attention.cumsum(-1) - 1).clamp(min=0)
-
         random = uniforms([r.seed for r in requests], params.max_new_tokens).to(self.device)
         stop_tokens = self._stop_tokens(params)
         cache = DynamicCache()
         written: list[Tensor] = []
         log_probs: list[Tensor] = []
-        stopped_at = torch.zeros(count, dtype=torch.long, device=self.device)
+        stopped_at = torch.zeros(len(requests), dtype=torch.long, device=self.device)
         for step in range(params.max_new_tokens):
             output = self.model(
                 input_ids=tokens,
@@ -77,12 +71,19 @@ class LocalEngine:
             if bool((stopped_at > 0).all()):
                 break
             tokens, positions = chosen[:, None], positions[:, -1:] + 1
-            attention = torch.cat([attention, attention.new_ones(count, 1)], 1)
+            attention = torch.cat([attention, attention.new_ones(len(requests), 1)], 1)
         responses, log_prob_rows = torch.stack(written, 1).cpu(), torch.stack(log_probs, 1).cpu()
         return [
             self._trajectory(request, responses[row], log_prob_rows[row], int(stopped_at[row]))
             for row, request in enumerate(requests)
         ]
+
+    def _left_padded(self, requests: list[Request]) -> tuple[Tensor, Tensor]:
+        """The prompts `[B, width]`, and where they are."""
+        width = max(len(r.prompt) for r in requests)
+        rows = [[0] * (width - len(r.prompt)) + list(r.prompt) for r in requests]
+        real = [[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in requests]
+        return torch.tensor(rows, device=self.device), torch.tensor(real, device=self.device)
 
     def _trajectory(self, request: Request, response: Tensor, log_probs: Tensor, stopped_at: int) -> Trajectory:
         length = stopped_at or len(response)
