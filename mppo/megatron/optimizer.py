@@ -26,7 +26,7 @@ class Optimizer:
             OptimizerConfig(
                 optimizer="adam",
                 lr=config.lr,
-                min_lr=config.min_lr,
+                min_lr=self.knobs["min_lr"],
                 weight_decay=config.weight_decay,
                 adam_beta1=config.adam_beta1,
                 adam_beta2=config.adam_beta2,
@@ -76,7 +76,15 @@ class Optimizer:
 
     def load_state_dict(self, state: dict[str, Any], scheduler: dict[str, Any]) -> None:
         """Take over moments and the number of steps; the knobs stay those of the configuration at hand."""
+        _set_in_groups(state, self.knobs)
         self.megatron.load_state_dict(state)
-        for group in self.megatron.param_groups:
-            group.update(self.knobs)
         self.scheduler.load_state_dict(scheduler)
+
+
+def _set_in_groups(state: Any, knobs: dict[str, Any]) -> None:
+    """Put `knobs` into all parameter groups of an optimizer state, however deep; Megatron may match groups by them."""
+    if isinstance(state, dict):
+        for group in state.get("param_groups", []):
+            group.update({name: value for name, value in knobs.items() if name in group})
+        for value in state.values():
+            _set_in_groups(value, knobs)
