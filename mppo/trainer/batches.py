@@ -84,7 +84,8 @@ def balance(
     _renumber(trajectories, indices, groups)
     mini_batches = split_mini_batches(len(lengths), settings.mini_batch_size)
     rank_of = assign_ranks(mini_batches, [workload(n, hidden_size) for n in lengths], topology.dp)
-    received = exchange([[t for t in trajectories if rank_of[t.index] == replica] for replica in replica_of])
+    outgoing = _by_rank(trajectories, [rank_of[t.index] for t in trajectories], topology.dp)
+    received = exchange([outgoing[replica] for replica in replica_of])
     mine = sorted((t for items in received for t in items), key=lambda t: t.index)
     table = TrajectoryTable(lengths, actions, _dense(groups), rewards, accuracies, parts, rank_of)
     return StepBatch(pack(mine), table, step)
@@ -99,6 +100,14 @@ def _renumber(trajectories: list[Trajectory], indices: list[int], groups: list[i
         trajectory.index = place_of[trajectory.index]
 
 
+def _by_rank(items: list, rank_of: list[int], ranks: int) -> list[list]:
+    """The items of each data-parallel rank, in order, in one pass."""
+    parts: list[list] = [[] for _ in range(ranks)]
+    for item, rank in zip(items, rank_of, strict=True):
+        parts[rank].append(item)
+    return parts
+
+
 def _dense(groups: list[int]) -> list[int]:
     numbers = {group: number for number, group in enumerate(sorted(set(groups)))}
     return [numbers[group] for group in groups]
@@ -108,7 +117,7 @@ def micro_batches(
     batch: StepBatch, indices: list[int], limit: MicroBatchLimit, topology: Topology
 ) -> list[PackedBatch]:
     """This rank's micro-batches of the trajectories `indices` (of the global batch); some may be all padding."""
-    parts = [[i for i in indices if batch.table.rank_of[i] == rank] for rank in range(topology.dp)]
+    parts = _by_rank(indices, [batch.table.rank_of[i] for i in indices], topology.dp)
     if limit.tokens:  # padding to the multiple must fit in the budget as well
         limit = MicroBatchLimit(tokens=limit.tokens - limit.tokens % topology.token_multiple)
     plans = plan_micro_batches(parts, batch.table.lengths, limit, topology.micro_batch_multiple)

@@ -94,25 +94,32 @@ def _limit(where: str, by_tokens: bool, trajectories: int | None, tokens: int | 
     return MicroBatchLimit(tokens=tokens) if by_tokens else MicroBatchLimit(trajectories=trajectories)
 
 
+def _limits(
+    where: str, role: Any, infer_trajectories: int | None, infer_tokens: int | None
+) -> tuple[MicroBatchLimit, MicroBatchLimit]:
+    """Of training, and of the forward-only pass, whose own numbers may be null: as in training."""
+    trajectories, tokens = role.ppo_micro_batch_size_per_gpu, role.ppo_max_token_len_per_gpu
+    return (
+        _limit(where, role.use_dynamic_bsz, trajectories, tokens),
+        _limit(where, role.use_dynamic_bsz, infer_trajectories or trajectories, infer_tokens or tokens),
+    )
+
+
 def _first_given(*values: float | None) -> float:
     return next(value for value in values if value is not None)
 
 
 def _actor_settings(config: Config, paper_mode: str) -> UpdateSettings:
     actor = config.actor
+    limit, infer_limit = _limits(
+        "actor", actor, actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu
+    )
     return UpdateSettings(
         mini_batch_size=actor.ppo_mini_batch_size * config.rollout.n,
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
-        limit=_limit(
-            "actor", actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
-        ),
-        infer_limit=_limit(
-            "actor",
-            actor.use_dynamic_bsz,
-            actor.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu,
-            actor.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
-        ),
+        limit=limit,
+        infer_limit=infer_limit,
         loss_agg_mode=actor.loss_agg_mode or paper_mode,
         norm=_first_given(actor.loss_scale_factor, config.data.max_response_length),
     )
@@ -120,17 +127,11 @@ def _actor_settings(config: Config, paper_mode: str) -> UpdateSettings:
 
 def _critic_settings(config: Config, actor: UpdateSettings) -> UpdateSettings:
     critic = config.critic
-    limits = [n for n in vars(critic) if n.endswith("_per_gpu") and getattr(critic, n)]
+    own = [n for n in vars(critic) if n.endswith("_per_gpu") and getattr(critic, n)]
     limit, infer_limit = actor.limit, actor.infer_limit
-    if limits or critic.use_dynamic_bsz:
-        limit = _limit(
-            "critic", critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
-        )
-        infer_limit = _limit(
-            "critic",
-            critic.use_dynamic_bsz,
-            critic.ppo_infer_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
-            critic.ppo_infer_max_token_len_per_gpu or critic.ppo_max_token_len_per_gpu,
+    if own or critic.use_dynamic_bsz:
+        limit, infer_limit = _limits(
+            "critic", critic, critic.ppo_infer_micro_batch_size_per_gpu, critic.ppo_infer_max_token_len_per_gpu
         )
     prompts = critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
     return UpdateSettings(
