@@ -35,26 +35,36 @@ class Plugin(Generic[T]):
     traits: dict[str, Any] | None = None
 
     def configure(self, values: dict[str, Any], where: str) -> Any:
-        """Build the plugin's typed configuration from `values`, whose place in the configuration is `where`.
+        """The plugin's typed configuration from `values`, as `typed` builds it."""
+        return typed(self.config, values, where, repr(self.name))
 
-        Raises ConfigError for a knob this plugin does not read, and for a value of the wrong type.
-        """
-        known = [f.name for f in fields(self.config)]
-        for key in values:
-            if key not in known:
-                raise ConfigError(
-                    f"{where}.{key}: {self.name!r} does not read this knob"
-                    f" ({'it reads ' + ', '.join(known) if known else 'it has none'}){nearest(key, known)}"
-                )
-        try:
-            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.config), values))
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{where}.{error.full_key}: {str(error).splitlines()[0]}") from error
+    def with_config(self, fn: Callable, config: Any) -> Callable:
+        """`fn` with the configuration as its keyword `config`; as it is if the plugin has no knobs."""
+        return fn if self.config is NoConfig else partial(fn, config=config)
 
     def bind(self, values: dict[str, Any], where: str) -> Callable:
-        """The callable with its configuration given, as the keyword `config`; without one if it has no knobs."""
-        config = self.configure(values, where)
-        return self.fn if self.config is NoConfig else partial(self.fn, config=config)
+        """The callable with its configuration given."""
+        return self.with_config(self.fn, self.configure(values, where))
+
+
+def typed(schema: type, values: dict[str, Any], where: str, reader: str) -> Any:
+    """An instance of the dataclass `schema` from `values`, whose place in the configuration is `where`.
+
+    Raises ConfigError for a knob that `reader` does not read, and for a value of the wrong type.
+    """
+    known = [f.name for f in fields(schema)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"{where}.{key}: {reader} does not read this knob"
+                f" ({'it reads ' + ', '.join(known) if known else 'it has none'}){nearest(key, known)}"
+            )
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+    except OmegaConfBaseException as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from error
+        raise ConfigError(f"{where}.{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
 class Registry(Generic[T]):

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mppo.errors import ConfigError
 from mppo.registry import Registry
 
 LOG_RATIO_LIMIT = 20.0
 """Every log-ratio that is exponentiated is clamped to plus and minus this (decisions: clamps)."""
 
-KL_FORMS: Registry[Callable[[Tensor], Tensor]] = Registry("KL form")
+KL_FORMS: Registry[Callable[..., Tensor]] = Registry("KL form")
+"""`d [T] -> penalty [T]`, d = log pi - log ref of the sampled token. Register with `saturated=`, a function
+from d to bool, where a clamp takes the gradient away."""
 
 
 @KL_FORMS.register("kl")
@@ -34,26 +37,59 @@ def k2(d: Tensor) -> Tensor:
     return 0.5 * d.square()
 
 
-@KL_FORMS.register("low_var_kl")
-@KL_FORMS.register("k3")
+def k3_saturated(d: Tensor) -> Tensor:
+    """Where a clamp of k3 has taken its gradient away: d below -2.61 or so, or above 11."""
+    return (torch.exp(-d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + d - 1).abs() > 10.0
+
+
+@KL_FORMS.register("low_var_kl", saturated=k3_saturated)
+@KL_FORMS.register("k3", saturated=k3_saturated)
 def k3(d: Tensor) -> Tensor:
     """`clip(exp(-d) + d - 1, -10, 10)` (http://joschu.net/blog/kl-approx.html): zero gradient where it saturates."""
     d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (torch.exp(-d) + d - 1).clamp(-10.0, 10.0)
 
 
+FULL = "full"
+"""The name of the exact KL. It is no function of the sampled token, so it goes through the output head."""
+
+
+@KL_FORMS.register(FULL)
+def full(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """`sum_v p (log p - log q)` over the vocabulary, `[..., V] -> [...]`: KL(pi || ref) of each state, exact.
+
+    This is the definition. Training computes it from vocabulary-parallel pieces, `mppo.megatron.head`.
+    """
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def check_kl_form(form: str, where: str) -> None:
+    """Raise ConfigError for an unknown form, and for `full+`; `where` is its place in the configuration."""
+    KL_FORMS.get(form.removesuffix("+"))
+    if form == FULL + "+":
+        raise ConfigError(f"{where}=full+: full has an exact gradient of its own; use full")
+
+
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, form: str) -> Tensor:
     """The penalty of each token, `[T]`.
 
     A form with a trailing `+` has the value of the form and the gradient of k2 (straight-through).
-    Raises ConfigError for an unknown form.
+    Raises ConfigError for an unknown form, and for `full`, which needs more than the sampled token.
     """
+    if form == FULL:
+        raise ConfigError("the full KL is over the vocabulary; it comes from the output head, not from log-probs")
     d = log_probs - ref_log_probs
     value = KL_FORMS.get(form.removesuffix("+")).fn(d)
     if not form.endswith("+"):
         return value
     surrogate = k2(d)
     return surrogate - surrogate.detach() + value.detach()
+
+
+def kl_saturated(log_probs: Tensor, ref_log_probs: Tensor, form: str) -> Tensor | None:
+    """`[T]` bool: tokens whose KL gradient a clamp has zeroed; None for a form without clamps."""
+    saturated = (KL_FORMS.get(form).traits or {}).get("saturated") if not form.endswith("+") else None
+    return None if saturated is None else saturated(log_probs - ref_log_probs)
 
 
 @dataclass

@@ -4,7 +4,9 @@ Index t of every per-token field is about predicting `tokens[t+1]`: the logits a
 mask, reward and advantage of the action taken there. The shift by one happens in `pack` and nowhere else.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +55,14 @@ class PackedBatch:
     """`[T]` bool: the actions that train, where some are rejected; None: all of them."""
     advantages: Tensor | None = _per_token(default=None)
     returns: Tensor | None = _per_token(default=None)
+    rollout_is_weights: Tensor | None = _per_token(default=None)
+    """`[T]`: importance weights of the rollout correction, where it has them."""
+    sum_pi_squared: Tensor | None = _per_token(default=None)
+    """`[T]`: sum over the vocabulary of the anchor's squared probabilities, where the estimator needs it."""
+    ref_hidden: Tensor | None = _per_token(default=None)
+    """`[T, H]`: last hidden states of the reference, on the last pipeline stage, for the exact KL in the loss."""
+    prepared: dict[str, Tensor] = _per_token(default_factory=dict)
+    """`[T]` each: what the `prepare` of the policy loss returned."""
     weights: Tensor | None = _per_token(default=None)
     """`[T]`: what each token loss counts in the objective at hand (see `mppo.algorithm.aggregation`)."""
     origin: Tensor | None = _per_token(default=None)
@@ -81,13 +91,22 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Move everything but the boundaries, which the host reads."""
-        return self._map(lambda x: x.to(device, non_blocking=True))
 
-    def _map(self, fn) -> "PackedBatch":
-        moved = {
-            f.name: fn(getattr(self, f.name)) for f in fields(self) if f.metadata and getattr(self, f.name) is not None
-        }
-        return replace(self, **moved)
+        def move(_: str, x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)
+
+        return self._map(move, move)
+
+    def _map(self, per_token: Callable[[str, Tensor], Tensor], per_trajectory: Callable[[str, Tensor], Tensor]):
+        """This batch with every vector it has replaced by what the function of its kind makes of it."""
+        mapped: dict[str, Any] = {}
+        for f in fields(self):
+            value, fn = getattr(self, f.name), per_token if "per_token" in f.metadata else per_trajectory
+            if isinstance(value, dict):
+                mapped[f.name] = {name: fn(name, x) for name, x in value.items()}
+            elif f.metadata and value is not None:
+                mapped[f.name] = fn(f.name, value)
+        return replace(self, **mapped)
 
     def select(self, which: list[int]) -> "PackedBatch":
         """The trajectories at local places `which`, in that order, with `origin` pointing back here."""
@@ -110,12 +129,7 @@ class PackedBatch:
         return rows, replace(self._take(rows, slice(None)), cu_seqlens=cu_seqlens)
 
     def _take(self, positions: Tensor, trajectories: Tensor | slice) -> "PackedBatch":
-        taken = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.metadata and value is not None:
-                taken[f.name] = value[positions if "per_token" in f.metadata else trajectories]
-        return replace(self, **taken)
+        return self._map(lambda _, x: x[positions], lambda _, x: x[trajectories])
 
     def pad_to_multiple(self, multiple: int) -> "PackedBatch":
         """Append one run of masked positions so that T is a positive multiple of `multiple`.
@@ -125,20 +139,22 @@ class PackedBatch:
         short = -len(self) % multiple if len(self) else multiple
         if not short:
             return self
-        values = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.metadata and value is not None:
-                fill = -1 if f.name in ("indices", "groups", "origin") else 0
-                extra = short if "per_token" in f.metadata else 1
-                values[f.name] = torch.cat([value, value.new_full((extra,), fill)])
-        values["positions"][-short:] = torch.arange(short, device=self.tokens.device)
-        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + short]), **values)
+
+        def pad(count: int) -> Callable[[str, Tensor], Tensor]:
+            def appended(name: str, x: Tensor) -> Tensor:
+                fill = -1 if name in ("indices", "groups", "origin") else 0
+                return torch.cat([x, x.new_full((count, *x.shape[1:]), fill)])
+
+            return appended
+
+        padded = self._map(pad(short), pad(1))
+        padded.positions[-short:] = torch.arange(short, device=self.tokens.device)
+        return replace(padded, cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + short]))
 
     def gather_back(self, origins: list[Tensor], values: list[Tensor]) -> Tensor:
-        """`[T]`: put values of pieces of this batch back to where each position came from; 0 elsewhere."""
-        dtype = values[0].dtype if values else torch.float32
-        result = torch.zeros(len(self), dtype=dtype, device=self.tokens.device)
+        """`[T, ...]`: put values of pieces of this batch back to where each position came from; 0 elsewhere."""
+        dtype, shape = (values[0].dtype, values[0].shape[1:]) if values else (torch.float32, ())
+        result = torch.zeros(len(self), *shape, dtype=dtype, device=self.tokens.device)
         for origin, value in zip(origins, values, strict=True):
             real = origin >= 0
             result[origin[real].to(result.device)] = value[real].to(result)

@@ -3,33 +3,21 @@
 They see actions only: A rows of the model's output, and a batch of A positions.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from mppo.algorithm.kl import kl_penalty
-from mppo.algorithm.policy_losses import PolicyInputs, TokenLosses, anchor_statistics
+from mppo.algorithm.actor_loss import ActorTerms, actor_loss
+from mppo.algorithm.policy_losses import PolicyInputs
 from mppo.algorithm.statistics import Ratio
 from mppo.algorithm.value_loss import clipped_value_loss
 from mppo.batch.packed import PackedBatch
-from mppo.megatron.vocab_parallel import log_probs_and_entropy
+from mppo.megatron.head import HeadOutput, LastHidden, PolicyHead
 
-
-@dataclass(frozen=True)
-class PolicyHead:
-    """How logits become log-probs: the vocabulary, the temperature of the rollout, the tensor-parallel group."""
-
-    vocab_size: int
-    temperature: float
-    tp_group: dist.ProcessGroup
-
-    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """`[T, V/tp]`, `[T]` -> log-probs and entropy, `[T]` each."""
-        return log_probs_and_entropy(logits, labels, self.vocab_size, self.temperature, self.tp_group)
+NOT_FINITE = "tokens_not_finite"
+"""The metric that counts tokens whose loss is not finite; a step with any is refused."""
 
 
 def weighted_sum(token_loss: Tensor, batch: PackedBatch, actions: int) -> tuple[Tensor, Tensor]:
@@ -43,9 +31,21 @@ def weighted_sum(token_loss: Tensor, batch: PackedBatch, actions: int) -> tuple[
     return loss.to(token_loss.dtype), batch.mask.sum().int()
 
 
-def weighted_total(token_values: Tensor, batch: PackedBatch) -> Ratio:
-    """The same sum as a metric, without N."""
-    return Ratio.total(torch.where(batch.training, token_values.detach(), 0.0) * batch.weights)
+class Offenders:
+    """Which trajectories brought losses that are not finite; kept on the device until somebody asks."""
+
+    def __init__(self):
+        self._flags: list[tuple[Tensor, Tensor]] = []
+
+    def look(self, token_loss: Tensor, batch: PackedBatch) -> Ratio:
+        """Remember the trajectories concerned; returns how many tokens they are."""
+        broken = batch.training & ~torch.isfinite(token_loss.detach())
+        self._flags.append((batch.indices, batch.segments.lengths(broken) > 0))
+        return Ratio.total(broken.double())
+
+    def indices(self) -> list[int]:
+        """Places in the global batch, of this rank's micro-batches."""
+        return sorted(int(i) for indices, flags in self._flags for i in indices[flags].tolist())
 
 
 @dataclass(frozen=True)
@@ -53,43 +53,50 @@ class PolicyObjective:
     """`L = L_PG - entropy_coeff * H + kl_loss_coef * KL_ref`, each a token loss under the same weights."""
 
     head: PolicyHead
-    policy_loss: Callable[[PolicyInputs], TokenLosses]
+    terms: ActorTerms
     actions: int
     """Of the global mini-batch."""
-    entropy_coeff: float = 0.0
-    report_entropy: bool = False
-    kl_loss_coef: float | None = None
-    """None: no loss-side KL."""
-    kl_loss_type: str = "low_var_kl"
+    reference_weight: Tensor | None = None
+    """`[V/tp, H]` of the reference, for the exact KL; the batch then brings `ref_hidden`."""
+    offenders: Offenders = field(default_factory=Offenders)
+    prefix: ClassVar[str] = "actor/"
+    wants_hidden: ClassVar[bool] = True
 
-    def __call__(self, logits: Tensor, batch: PackedBatch):
-        """Megatron's triple for logits `[A, V/tp]`. Raises ValueError when the loss does not return `[A]`."""
+    @property
+    def name(self) -> str:
+        return f"policy loss {self.terms.policy_loss.name!r}"
+
+    def __call__(self, output: LastHidden, batch: PackedBatch):
+        """Megatron's triple. Raises ConfigError when the policy loss does not return one loss per token."""
         mask = batch.training
-        log_probs, entropy = (torch.where(mask, x, 0.0) for x in self.head(logits, batch.labels))
+        head = self._head(output, batch)
         inputs = PolicyInputs(
-            log_probs=log_probs,
+            log_probs=torch.where(mask, head.log_probs, 0.0),
             old_log_probs=torch.where(mask, batch.old_log_probs, 0.0),
             advantages=batch.advantages,
             mask=mask,
             segments=batch.segments,
+            rollout_is_weights=batch.rollout_is_weights,
+            rollout_log_probs=batch.rollout_log_probs,
+            ref_log_probs=None if batch.ref_log_probs is None else torch.where(mask, batch.ref_log_probs, 0.0),
+            prepared=batch.prepared,
         )
-        pg = self.policy_loss(inputs)
-        if pg.loss.shape != mask.shape:
-            raise ValueError(f"a policy loss returns token losses {tuple(mask.shape)}, got {tuple(pg.loss.shape)}")
-        reported = pg.statistics | anchor_statistics(inputs)
-        statistics = {f"actor/{name}": s.reduce(mask) for name, s in reported.items()}
-        statistics["actor/pg_loss"] = weighted_total(pg.loss, batch)
-        loss = pg.loss
-        if self.entropy_coeff or self.report_entropy:
-            loss = loss - self.entropy_coeff * entropy
-            statistics["actor/entropy_loss"] = weighted_total(entropy, batch)
-            statistics["actor/entropy"] = Ratio.mean(entropy.detach(), mask)
-        if self.kl_loss_coef is not None:
-            kl = kl_penalty(log_probs, torch.where(mask, batch.ref_log_probs, 0.0), self.kl_loss_type)
-            loss = loss + self.kl_loss_coef * kl
-            statistics["actor/kl_loss"] = weighted_total(kl, batch)
-        statistics["actor/loss"] = weighted_total(loss, batch)
+        loss, reported = actor_loss(
+            inputs,
+            batch.weights,
+            self.terms,
+            torch.where(mask, head.entropy, 0.0),
+            torch.where(mask, head.full_kl, 0.0),
+        )
+        reported[NOT_FINITE] = self.offenders.look(loss, batch)
+        statistics = {self.prefix + name: ratio for name, ratio in reported.items()}
         return *weighted_sum(loss, batch, self.actions), statistics
+
+    def _head(self, output: LastHidden, batch: PackedBatch) -> HeadOutput:
+        reference = None
+        if self.terms.uses_full_kl:
+            reference = LastHidden(batch.ref_hidden, self.reference_weight)
+        return self.head(output, batch.labels, reference)
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,18 @@ class ValueObjective:
     cliprange: float
     actions: int
     """Of the global mini-batch."""
+    offenders: Offenders = field(default_factory=Offenders)
+    prefix: ClassVar[str] = "critic/"
+    name: ClassVar[str] = "the value loss"
+    wants_hidden: ClassVar[bool] = False
 
     def __call__(self, values: Tensor, batch: PackedBatch):
         """Megatron's triple for values `[A, 1]`."""
         loss, reported = clipped_value_loss(values.squeeze(-1), batch.values, batch.returns, self.cliprange)
-        statistics = {f"critic/{name}": s.reduce(batch.training) for name, s in reported.items()}
-        statistics["critic/vf_loss"] = weighted_total(loss, batch)
+        statistics = {name: s.reduce(batch.training) for name, s in reported.items()}
+        statistics["vf_loss"] = Ratio.total(torch.where(batch.training, loss.detach(), 0.0) * batch.weights)
+        statistics[NOT_FINITE] = self.offenders.look(loss, batch)
+        statistics = {self.prefix + name: ratio for name, ratio in statistics.items()}
         return *weighted_sum(loss, batch, self.actions), statistics
 
 
@@ -113,19 +126,20 @@ class ForwardPass(Protocol):
 
     names: tuple[str, ...]
 
-    def __call__(self, output: Tensor, micro_batch: PackedBatch) -> dict[str, Tensor]: ...
+    def __call__(self, output: LastHidden | Tensor, micro_batch: PackedBatch) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
 class LogProbPass:
-    """`[A]` log-probs, and entropy when `names` has it, of logits `[A, V/tp]`."""
+    """Log-probs, and what else `names` asks for: `entropy`, `sum_pi_squared` (`[A]`), `hidden` (`[A, H]`)."""
 
     head: PolicyHead
     names: tuple[str, ...] = ("log_probs",)
+    wants_hidden: ClassVar[bool] = True
 
-    def __call__(self, logits: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
-        log_probs, entropy = self.head(logits, batch.labels)
-        return {"log_probs": log_probs, "entropy": entropy, "origin": batch.origin}
+    def __call__(self, output: LastHidden, batch: PackedBatch) -> dict[str, Tensor]:
+        head = self.head(output, batch.labels)
+        return {**vars(head), "hidden": output.hidden, "origin": batch.origin}
 
 
 @dataclass(frozen=True)
@@ -133,6 +147,7 @@ class ValuePass:
     """`[A]` values of a value head's output `[A, 1]`."""
 
     names: tuple[str, ...] = ("values",)
+    wants_hidden: ClassVar[bool] = False
 
     def __call__(self, values: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
         return {"values": values.squeeze(-1), "origin": batch.origin}

@@ -16,13 +16,18 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mppo.algorithm.statistics import Ratio
 from mppo.batch.packed import PackedBatch
 from mppo.megatron import platform
+from mppo.megatron.head import LastHidden
 from mppo.megatron.layers import packed_seq_params
 
 Triple = tuple[Tensor, Tensor, dict[str, Ratio]]
@@ -31,70 +36,104 @@ Triple = tuple[Tensor, Tensor, dict[str, Ratio]]
 class Objective(Protocol):
     """Model output of the actions of one micro-batch -> `(loss, num_tokens, statistics)`."""
 
-    def __call__(self, output: Tensor, actions: PackedBatch) -> Triple: ...
+    wants_hidden: bool
+    """Whether the output is `LastHidden`, or what the output layer makes of it."""
+
+    def __call__(self, output: Any, actions: PackedBatch) -> Triple: ...
 
 
 class ForwardStep:
     """Megatron's `forward_step_func`: runs the model on the next micro-batch and supplies the closure.
 
-    Only actions are projected: the output layer sees the A hidden states that the mask selects, never those of the
-    prompt. `closure(output, actions)` gets `[A, V/tp]` logits or `[A, 1]` values, and the batch of those A positions.
+    Only actions are projected: the last stage's head sees the A hidden states that the mask selects, never those of the
+    prompt. A closure with `wants_hidden` gets them as `LastHidden` and projects in chunks; another gets what the
+    output layer makes of them, `[A, 1]` values. The batch of those A positions comes with it.
     """
 
-    def __init__(self, closure: Callable[[Tensor, PackedBatch], Any]):
+    def __init__(self, closure: Callable[[Any, PackedBatch], Any]):
         self.closure = closure
 
     def __call__(self, data_iterator, model) -> tuple[Tensor, Callable]:
         whole, device = next(data_iterator), platform.device()
         config = get_model_config(model)
         rows, actions = whole.actions()
-        actions = actions.pad_to_multiple(config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        scatters = config.sequence_parallel and not self.closure.wants_hidden
+        actions = actions.pad_to_multiple(config.tensor_model_parallel_size if scatters else 1)
         rows = torch.cat([rows, rows.new_zeros(len(actions) - len(rows))])
-        with _projecting_only(rows.to(device), model):
+        with _head_sees(rows.to(device), model, self.closure.wants_hidden):
             output = model(
                 input_ids=whole.tokens[None].to(device),
                 position_ids=whole.positions[None].to(device),
                 attention_mask=None,
                 packed_seq_params=packed_seq_params(whole.cu_seqlens, device),
             )
-        return output, partial(self._close, actions.to(device))
+        return output, partial(self._close, actions.to(device), model)
 
-    def _close(self, actions: PackedBatch, output: Tensor, non_loss_data: bool = False) -> Any:
-        return self.closure(output.squeeze(0), actions)
+    def _close(self, actions: PackedBatch, model, output: Tensor, non_loss_data: bool = False) -> Any:
+        output = output.squeeze(0)
+        if self.closure.wants_hidden:
+            weight = output_weight(model)
+            output = LastHidden(output.to(weight.dtype), weight)
+        return self.closure(output, actions)
+
+
+def output_weight(model: torch.nn.Module) -> Tensor:
+    """`[V/tp, H]`: the projection of a last stage, which a tied model shares with its embedding."""
+    stage = unwrap_model(model)
+    tied = stage.share_embeddings_and_output_weights
+    return stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
 
 
 @contextmanager
-def _projecting_only(rows: Tensor, model: torch.nn.Module) -> Iterator[None]:
-    """Let the output layer of the last stage see only `rows [A]` of the hidden states.
-
-    Under sequence parallelism the hidden states are gathered, and what is left of them is scattered again for the
-    layer, whose A must be a multiple of the tensor-parallel size.
-    """
-
-    def select(layer: torch.nn.Module, arguments: tuple) -> tuple:
-        hidden, *rest = arguments
-        if layer.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        hidden = hidden.index_select(0, rows)
-        if layer.sequence_parallel:
-            hidden = scatter_to_sequence_parallel_region(hidden)
-        return hidden, *rest
-
-    output_layer = getattr(unwrap_model(model), "output_layer", None)
-    if output_layer is None:
+def _head_sees(rows: Tensor, model: torch.nn.Module, hidden_only: bool) -> Iterator[None]:
+    """Let the output layer of the last stage see only `rows [A]` of the hidden states, or only hand them on."""
+    layer = getattr(unwrap_model(model), "output_layer", None)
+    if layer is None:
         yield
-        return
-    handle = output_layer.register_forward_pre_hook(select)
+    elif hidden_only:
+        with _handing_on(rows, layer):
+            yield
+    else:
+        handle = layer.register_forward_pre_hook(partial(_selected, rows))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@contextmanager
+def _handing_on(rows: Tensor, layer: torch.nn.Module) -> Iterator[None]:
+    """Each tensor-parallel rank gets all rows, and adds its part to their gradient."""
+
+    def hand_on(hidden: Tensor, **_) -> tuple[Tensor, None]:
+        if layer.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        return hidden.index_select(0, rows), None
+
+    layer.forward = hand_on
     try:
         yield
     finally:
-        handle.remove()
+        del layer.forward
+
+
+def _selected(rows: Tensor, layer: torch.nn.Module, arguments: tuple) -> tuple:
+    """A pre-hook. Under sequence parallelism what is left is scattered again, so A must divide by the TP size."""
+    hidden, *rest = arguments
+    if layer.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    hidden = hidden.index_select(0, rows)
+    if layer.sequence_parallel:
+        hidden = scatter_to_sequence_parallel_region(hidden)
+    return hidden, *rest
 
 
 def run_schedule(
     chunks: list[torch.nn.Module],
     micro_batches: list[PackedBatch],
-    closure: Callable[[Tensor, PackedBatch], Any],
+    closure: Callable[[Any, PackedBatch], Any],
     *,
     forward_only: bool = False,
 ) -> list[Any]:

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -16,16 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from mppo.algorithm.actor_loss import ActorTerms
 from mppo.algorithm.aggregation import BatchCounts, token_weights
-from mppo.algorithm.policy_losses.vanilla import VanillaConfig, vanilla
+from mppo.algorithm.policy_losses import policy_loss
 from mppo.algorithm.statistics import add_up
 from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.trajectory import Trajectory
 from mppo.config import ModelSource
 from mppo.megatron import topology as layouts
 from mppo.megatron.collectives import gather_from_all, reduce_statistics, sum_over_data_parallel
+from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks, wrap_for_training
-from mppo.megatron.objectives import LogProbPass, PolicyHead, PolicyObjective, ValueObjective, ValuePass
+from mppo.megatron.objectives import LogProbPass, PolicyObjective, ValueObjective, ValuePass
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.weights.pretrained import PretrainedModel, open_model
@@ -168,14 +169,15 @@ class Comparison:
 
     @property
     def _head(self) -> PolicyHead:
-        return PolicyHead(VOCABULARY, self.case.temperature, self.topology.tp_group)
+        return PolicyHead(VOCABULARY, self.case.temperature, self.topology.tp_group, chunk=3)
 
     def _objective(self, batch: PackedBatch):
         actions = int(batch.mask.sum())
         if self.critic:
             return ValueObjective(VALUE_CLIP, actions)
-        loss = partial(vanilla, config=VanillaConfig(clip_ratio=CLIP, clip_ratio_c=DUAL_CLIP))
-        return PolicyObjective(self._head, loss, actions, entropy_coeff=ENTROPY_COEFF, kl_loss_coef=KL_COEFF)
+        vanilla = policy_loss("vanilla", {"clip_ratio": CLIP, "clip_ratio_c": DUAL_CLIP})
+        terms = ActorTerms(vanilla, entropy_coeff=ENTROPY_COEFF, kl_loss_coef=KL_COEFF)
+        return PolicyObjective(self._head, terms, actions)
 
     def _output_errors(self, batch: PackedBatch, expected: dict[str, Tensor]) -> dict[str, float]:
         pieces = self._micro_batches(batch)

@@ -5,18 +5,19 @@ torchrun --nproc-per-node 2 plain_megatron.py RESULTS TP PP
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from mppo.algorithm.actor_loss import ActorTerms
 from mppo.algorithm.aggregation import BatchCounts, token_weights
-from mppo.algorithm.policy_losses.vanilla import VanillaConfig, vanilla
+from mppo.algorithm.policy_losses import policy_loss
 from mppo.batch.packed import pack
 from mppo.batch.trajectory import Trajectory
+from mppo.megatron.head import PolicyHead
 from mppo.megatron.layers import decoder_spec
-from mppo.megatron.objectives import LogProbPass, PolicyHead, PolicyObjective
+from mppo.megatron.objectives import LogProbPass, PolicyObjective
 from mppo.megatron.schedule import ForwardStep
 
 # isort: split
@@ -45,16 +46,15 @@ model = GPTModel(config, decoder_spec(config, vp_stage=None), VOCABULARY, 128, *
 model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
 optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=3e-3), [model])
 
-generator = torch.Generator().manual_seed(0)
 answer = torch.arange(8) >= 3
-texts = [torch.randint(VOCABULARY, (8,), generator=generator) for _ in range(4)]
+texts = torch.randint(VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(0))
 batch = pack([Trajectory(i, i, tokens, answer, torch.zeros(8)) for i, tokens in enumerate(texts)])
 counts = BatchCounts(tokens=int(batch.mask.sum()), trajectories=4)
 weights = token_weights("token-mean", batch.mask, batch.segments, counts, norm=1.0)
 rewarded = torch.tensor([1.0, -1.0, 1.0, -1.0])[batch.segments.ids]
 batch = batch.with_fields(advantages=rewarded, weights=weights)
 head = PolicyHead(VOCABULARY, 1.0, parallel_state.get_tensor_model_parallel_group())
-objective = PolicyObjective(head, partial(vanilla, config=VanillaConfig()), counts.tokens)
+objective = PolicyObjective(head, ActorTerms(policy_loss("vanilla")), counts.tokens)
 
 
 def schedule(closure, **options):

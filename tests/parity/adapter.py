@@ -1,20 +1,22 @@
 """Runs a golden case through mppo: its padded rows are packed, weighed, evaluated and unpacked as in training."""
 
-from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mppo.algorithm import policy_losses as losses
+from mppo.algorithm.actor_loss import ActorTerms, actor_loss
 from mppo.algorithm.advantages import ESTIMATORS, AdvantageInputs
-from mppo.algorithm.aggregation import AGGREGATIONS, BatchCounts, token_weights
-from mppo.algorithm.kl import KL_FORMS, KLController, kl_penalty
-from mppo.algorithm.policy_losses import POLICY_LOSSES, PolicyInputs, TokenLosses
+from mppo.algorithm.aggregation import BatchCounts, token_weights
+from mppo.algorithm.kl import KLController, kl_penalty
+from mppo.algorithm.policy_losses import POLICY_LOSSES, MiniBatchInputs, PolicyInputs, PolicyLoss
+from mppo.algorithm.rollout_correction import CorrectionInputs, correct, rollout_correction_config
 from mppo.algorithm.value_loss import clipped_value_loss
 from mppo.batch.packed import pack, unpack
 from mppo.batch.trajectory import Trajectory
-from mppo.registry import Plugin, Registry
+from mppo.registry import Plugin
 
 Rows = list[list[float]]
 
@@ -22,10 +24,8 @@ Rows = list[list[float]]
 def evaluate(case: dict[str, Any]) -> dict[str, Any]:
     """What mppo computes for a case, under the keys of the reference's results.
 
-    Raises NotImplementedError for a kind, or a name within a kind, that mppo lacks.
+    Raises ConfigError for a name that mppo does not have.
     """
-    if case["kind"] not in KINDS:
-        raise NotImplementedError(f"kind {case['kind']}")
     return KINDS[case["kind"]](case["name"], case["config"], case["inputs"], case.get("loss_agg_mode"))
 
 
@@ -68,9 +68,11 @@ class Packed:
             row[: len(tokens) - 1] = tokens[1:]
         return padded.tolist()
 
-    def loss(self, token_loss: Tensor, mode: str, config: dict[str, Any]) -> Tensor:
-        norm = config.get("loss_scale_factor", self.shape[1])
-        weights = token_weights(mode, self.mask, self.segments, self.counts, norm)
+    def weights(self, mode: str, config: dict[str, Any]) -> Tensor:
+        norm = config.get("loss_scale_factor") or self.shape[1]
+        return token_weights(mode, self.mask, self.segments, self.counts, norm)
+
+    def loss(self, token_loss: Tensor, weights: Tensor) -> Tensor:
         return (torch.where(self.mask, token_loss, 0.0) * weights).sum()
 
     def with_gradient(self, loss: Tensor, leaf: Tensor) -> dict[str, Any]:
@@ -78,86 +80,123 @@ class Packed:
         return {"loss": loss.item(), "grad": self.rows(gradient)}
 
 
-def find(registry: Registry, name: str) -> Plugin:
-    if name not in registry.names():
-        raise NotImplementedError(f"{registry.kind} {name!r}")
-    return registry.get(name)
+RENAMED = {"dppo_tv": {"clip_ratio_c": "ratio_cap"}, "dppo_kl": {"clip_ratio_c": "ratio_cap"}}
+"""Knobs that have another name in mppo: DPPO's cap is not the dual clip."""
 
 
-def bound(plugin: Plugin, config: dict[str, Any]) -> Callable:
-    """The plugin with those knobs of the case that it reads: a case lists the knobs of all."""
+def knobs(plugin: Plugin, config: dict[str, Any]) -> dict[str, Any]:
+    """Those of the case that the plugin reads: a case lists the knobs of all."""
+    renamed = RENAMED.get(plugin.name, {})
     read = {f.name for f in fields(plugin.config)}
-    return plugin.bind({name: value for name, value in config.items() if name in read}, "config")
+    return {renamed.get(k, k): v for k, v in config.items() if renamed.get(k, k) in read}
 
 
-def policy_losses(packed: Packed, name: str, config: dict, inputs: dict, log_probs: Tensor) -> TokenLosses:
-    plugin = find(POLICY_LOSSES, name)
-    if "rollout_is_weights" in inputs:
-        raise NotImplementedError("rollout importance weights")
+def optional(packed: Packed, inputs: dict, name: str) -> Tensor | None:
+    return packed.states(inputs[name]) if inputs.get(name) is not None else None
+
+
+def policy_inputs(packed: Packed, loss: PolicyLoss, inputs: dict, log_probs: Tensor) -> PolicyInputs:
+    """What training gives to the loss: the whole case is one mini-batch on one rank."""
     x = PolicyInputs(
         log_probs=log_probs,
         old_log_probs=packed.states(inputs["old_log_prob"]),
         advantages=packed.states(inputs["advantages"]),
         mask=packed.mask,
         segments=packed.segments,
+        rollout_is_weights=optional(packed, inputs, "rollout_is_weights"),
+        ref_log_probs=optional(packed, inputs, "ref_log_prob"),
     )
-    return bound(plugin, config)(x)
+    if loss.prepare is None:
+        return x
+    mini_batch = MiniBatchInputs(
+        log_probs=log_probs.detach(),
+        old_log_probs=x.old_log_probs,
+        advantages=x.advantages,
+        mask=x.mask,
+        segments=x.segments,
+        places=torch.arange(len(packed.batch)),
+        size=len(packed.batch),
+        seed=0,
+    )
+    return replace(x, prepared=loss.prepare(mini_batch))
+
+
+def evaluate_terms(packed: Packed, terms: ActorTerms, inputs: dict, mode: str, config: dict) -> dict[str, Any]:
+    log_probs = packed.states(inputs["log_prob"]).requires_grad_()
+    x = policy_inputs(packed, terms.policy_loss, inputs, log_probs)
+    weights = packed.weights(mode, config)
+    token_loss, statistics = actor_loss(x, weights, terms, optional(packed, inputs, "entropy"))
+    metrics = {f"actor/{name}": ratio.value for name, ratio in statistics.items()}
+    return {**packed.with_gradient(packed.loss(token_loss, weights), log_probs), "metrics": metrics}
 
 
 def policy_loss(name: str, config: dict, inputs: dict, mode: str) -> dict[str, Any]:
-    packed = Packed(inputs["response_mask"])
-    log_probs = packed.states(inputs["log_prob"]).requires_grad_()
-    result = policy_losses(packed, name, config, inputs, log_probs)
-    metrics = {f"actor/{key}": s.reduce(packed.mask).value for key, s in result.statistics.items()}
-    return {**packed.with_gradient(packed.loss(result.loss, mode, config), log_probs), "metrics": metrics}
+    loss = losses.policy_loss(name, knobs(POLICY_LOSSES.get(name), config))
+    return evaluate_terms(Packed(inputs["response_mask"]), ActorTerms(loss), inputs, mode, config)
 
 
-def actor_loss(name: str, config: dict, inputs: dict, mode: str) -> dict[str, Any]:
-    packed = Packed(inputs["response_mask"])
-    log_probs = packed.states(inputs["log_prob"]).requires_grad_()
-    token_loss = policy_losses(packed, name, config, inputs, log_probs).loss
-    token_loss = token_loss - config["entropy_coeff"] * packed.states(inputs["entropy"])
-    if config["use_kl_loss"]:
-        find(KL_FORMS, config["kl_loss_type"].removesuffix("+"))
-        kl = kl_penalty(log_probs, packed.states(inputs["ref_log_prob"]), config["kl_loss_type"])
-        token_loss = token_loss + config["kl_loss_coef"] * kl
-    return packed.with_gradient(packed.loss(token_loss, mode, config), log_probs)
+def actor_loss_case(name: str, config: dict, inputs: dict, mode: str) -> dict[str, Any]:
+    terms = ActorTerms(
+        policy_loss=losses.policy_loss(name, knobs(POLICY_LOSSES.get(name), config)),
+        entropy_coeff=config["entropy_coeff"],
+        kl_loss_coef=config["kl_loss_coef"] if config["use_kl_loss"] else None,
+        kl_loss_type=config.get("kl_loss_type") or "k1",
+    )
+    result = evaluate_terms(Packed(inputs["response_mask"]), terms, inputs, mode, config)
+    return {"loss": result["loss"], "grad": result["grad"]}
 
 
 def value_loss(name: str, config: dict, inputs: dict, mode: str) -> dict[str, Any]:
-    if name != "clipped":
-        raise NotImplementedError(f"value loss {name!r}")
     packed = Packed(inputs["response_mask"])
     values = packed.states(inputs["vpreds"]).requires_grad_()
     old_values, returns = packed.states(inputs["values"]), packed.states(inputs["returns"])
     token_loss, statistics = clipped_value_loss(values, old_values, returns, config["cliprange_value"])
     clipfrac = statistics["vf_clipfrac"].reduce(packed.mask).value
-    return {**packed.with_gradient(packed.loss(token_loss, mode, config), values), "clipfrac": clipfrac}
+    return {**packed.with_gradient(packed.loss(token_loss, packed.weights(mode, config)), values), "clipfrac": clipfrac}
 
 
 def aggregate(name: str, config: dict, inputs: dict, mode: None) -> dict[str, Any]:
-    find(AGGREGATIONS, name)
     packed = Packed(inputs["response_mask"])
-    return {"loss": packed.loss(packed.states(inputs["loss"]), name, config).item()}
+    return {"loss": packed.loss(packed.states(inputs["loss"]), packed.weights(name, config)).item()}
 
 
 def advantage(name: str, config: dict, inputs: dict, mode: None) -> dict[str, Any]:
-    plugin = find(ESTIMATORS, name)
+    plugin = ESTIMATORS.get(name)
     packed = Packed(inputs["response_mask"], inputs["index"])
+    baselines = inputs.get("reward_baselines")
     x = AdvantageInputs(
         rewards=packed.states(inputs["token_level_rewards"]),
         mask=packed.mask,
         segments=packed.segments,
         groups=packed.batch.groups,
         num_groups=packed.num_groups,
-        values=packed.states(inputs["values"]) if "values" in inputs else None,
+        indices=packed.batch.indices,
+        num_trajectories=len(packed.batch.indices),
+        values=optional(packed, inputs, "values"),
+        old_log_probs=optional(packed, inputs, "old_log_probs"),
+        sum_pi_squared=optional(packed, inputs, "sum_pi_squared"),
+        rollout_is_weights=optional(packed, inputs, "rollout_is_weights"),
+        reward_baselines=None if baselines is None else torch.tensor(baselines, dtype=torch.double),
     )
-    result = bound(plugin, config)(x)
+    result = plugin.bind(knobs(plugin, config), "config")(x)
     return {"advantages": packed.rows(result.advantages), "returns": packed.rows(result.returns)}
 
 
+def rollout_correction(name: str, config: dict, inputs: dict, mode: None) -> dict[str, Any]:
+    packed = Packed(inputs["response_mask"])
+    given = {key: value for key, value in config.items() if value is not None}
+    x = CorrectionInputs(
+        log_probs=packed.states(inputs["old_log_prob"]),
+        rollout_log_probs=packed.states(inputs["rollout_log_prob"]),
+        mask=packed.mask,
+        segments=packed.segments,
+    )
+    result = correct(x, rollout_correction_config(given))
+    weights = None if result.weights is None else packed.rows(result.weights)
+    return {"weights": weights, "mask": packed.rows(result.kept.double()), "metrics": result.metrics}
+
+
 def kl(name: str, config: dict, inputs: dict, mode: None) -> dict[str, Any]:
-    find(KL_FORMS, name.removesuffix("+"))
     packed = Packed([[1.0] * len(row) for row in inputs["log_prob"]])
     log_probs = packed.states(inputs["log_prob"]).requires_grad_()
     value = kl_penalty(log_probs, packed.states(inputs["ref_log_prob"]), name)
@@ -167,8 +206,6 @@ def kl(name: str, config: dict, inputs: dict, mode: None) -> dict[str, Any]:
 
 def kl_controller(name: str, config: dict, inputs: dict, mode: None) -> dict[str, Any]:
     targets = {"fixed": None, "adaptive": config["target_kl"]}
-    if name not in targets:
-        raise NotImplementedError(f"KL controller {name!r}")
     controller = KLController(config["kl_coef"], targets[name], config["horizon"])
     coefficients = [controller.coefficient]
     for current_kl, trajectories in inputs["updates"]:
@@ -184,5 +221,6 @@ KINDS = {
     "kl": kl,
     "kl_controller": kl_controller,
     "value_loss": value_loss,
-    "actor_loss": actor_loss,
+    "actor_loss": actor_loss_case,
+    "rollout_correction": rollout_correction,
 }

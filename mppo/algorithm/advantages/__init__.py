@@ -1,6 +1,13 @@
 """Advantage estimators by name."""
 
-from mppo.algorithm.advantages import gae, grpo, reinforce_plus_plus  # noqa: F401  (registers)
+from mppo.algorithm.advantages import (  # noqa: F401  (register)
+    baselines,
+    gae,
+    gdpo,
+    grpo,
+    optimal_token_baseline,
+    reinforce_plus_plus,
+)
 from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
 
 __all__ = ["ESTIMATORS", "AdvantageInputs", "Advantages"]

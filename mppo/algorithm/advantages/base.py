@@ -1,38 +1,46 @@
-"""What an advantage estimator is given and what it returns, and the pieces that several of them share."""
+"""What an advantage estimator is given and what it returns."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from mppo.algorithm.reduction import WHOLE, Reduction
 from mppo.algorithm.segments import Segments
 from mppo.registry import Registry
 
 
-def no_reduction(x: Tensor) -> Tensor:
-    """The reduction of a batch that is whole on this process."""
-    return x
-
-
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """This rank's part of the batch, packed, and the way to sum over all parts."""
+    """This rank's part of the batch, packed, and the way to reduce over all parts."""
 
     rewards: Tensor
-    """`[T]` token-level rewards, after any KL penalty."""
+    """`[T]` token-level rewards, after shaping and any KL penalty."""
     mask: Tensor
     """`[T]`: positions that are actions; rewards stand there, also those of rejected actions."""
     segments: Segments
     groups: Tensor
     """`[S]` long: the prompt group of each trajectory, in `[0, num_groups)` over the *global* batch."""
     num_groups: int
+    indices: Tensor
+    """`[S]` long: the place of each trajectory in the global batch, in `[0, num_trajectories)`."""
+    num_trajectories: int
     values: Tensor | None = None
     """`[T]` the critic's predictions, for estimators registered with `critic=True`."""
-    reduce_sum: Callable[[Tensor], Tensor] = no_reduction
-    """Sums a tensor over all parts of the global batch (an all-reduce over data-parallel ranks)."""
+    reduction: Reduction = WHOLE
     kept: Tensor | None = None
     """`[T]`: the actions that train, where some are rejected; None: all of them."""
+    old_log_probs: Tensor | None = None
+    """`[T]`: the PPO anchor."""
+    sum_pi_squared: Tensor | None = None
+    """`[T]` sum over the vocabulary of the squared probabilities of the anchor, for `sum_pi_squared=True`."""
+    rollout_is_weights: Tensor | None = None
+    """`[T]`: importance weights of the rollout correction, where it has them."""
+    reward_baselines: Tensor | None = None
+    """`[S]`: total reward of the greedy answer to the same prompt, for `greedy_baseline=True`."""
+    reward_parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """`[S]` each: the named parts that the reward function reported."""
 
     @property
     def training(self) -> Tensor:
@@ -44,11 +52,24 @@ class AdvantageInputs:
         """`[S]`: the sum of all rewards of each trajectory, in float64."""
         return self.segments.sum(self.rewards.double(), torch.ones_like(self.mask))
 
+    @property
+    def trains(self) -> Tensor:
+        """`[S]` float64: 1 for a trajectory of which something trains, 0 for the others."""
+        return (self.segments.lengths(self.training) > 0).double()
+
     def per_group(self, x: Tensor) -> Tensor:
         """`[S] -> [num_groups]`: sum over the trajectories of each group of the global batch."""
-        return self.reduce_sum(
+        return self.reduction.sum(
             torch.zeros(self.num_groups, dtype=x.dtype, device=x.device).index_add(0, self.groups, x)
         )
+
+    def everywhere(self, x: Tensor) -> Tensor:
+        """`[S] -> [num_trajectories]`: a number of each trajectory of the global batch, by its place there."""
+        return self.reduction.sum(x.new_zeros(self.num_trajectories).index_copy(0, self.indices, x))
+
+    def to_tokens(self, per_trajectory: Tensor) -> Tensor:
+        """`[S] -> [T]`: one number for every action that trains, 0 elsewhere."""
+        return self.segments.expand(per_trajectory).to(self.rewards.dtype) * self.training
 
 
 @dataclass(frozen=True)
@@ -59,33 +80,14 @@ class Advantages:
     """`[T]`, the critic's target."""
 
 
+def outcome(x: AdvantageInputs, per_trajectory: Tensor) -> Advantages:
+    """The same advantage for each action of a trajectory; returns are the advantages."""
+    advantages = x.to_tokens(per_trajectory)
+    return Advantages(advantages, advantages)
+
+
 Estimator = Callable[[AdvantageInputs, object], Advantages]
 ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
-"""Register with `config=` (dataclass of knobs) and `critic=` (whether it needs values)."""
-
-
-def whiten(x: Tensor, mask: Tensor, reduce_sum: Callable[[Tensor], Tensor]) -> Tensor:
-    """Mean 0 and (unbiased) variance 1 over the masked positions of the global batch; 0 outside the mask.
-
-    With fewer than two positions there is no variance: what is returned is 0 everywhere.
-    """
-    kept = torch.where(mask.bool(), x.double(), torch.zeros_like(x, dtype=torch.double))
-    total, count = reduce_sum(torch.stack([kept.sum(), mask.sum().double()]))
-    mean = total / count.clamp(min=1)
-    centred = (kept - mean) * mask
-    variance = reduce_sum(centred.square().sum()) / (count - 1).clamp(min=1)
-    return (centred * torch.rsqrt(variance + 1e-8)).to(x.dtype)
-
-
-def discounted_suffix_sum(x: Tensor, ids: Tensor, discount: float) -> Tensor:
-    """`y[t] = x[t] + discount * y[t+1]` within each run of equal `ids`, over `[N]`.
-
-    A doubling scan: after step k, y[t] holds the terms up to t + 2^k; log2(longest run) passes over the vector.
-    """
-    longest = int(ids.bincount().max()) if len(ids) else 0
-    shift = 1
-    while shift < longest:
-        same = (ids[shift:] == ids[:-shift]).to(x.dtype)
-        x = torch.cat([x[:-shift] + discount**shift * same * x[shift:], x[-shift:]])
-        shift *= 2
-    return x
+"""Register with `config=` (dataclass of knobs) and what it needs: `critic=True` (values), `sum_pi_squared=True`,
+`greedy_baseline=True`, `groups=True` (it compares the answers to one prompt); `reads_rewards=False` says that it reads
+only the parts of the reward."""

@@ -4,13 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mppo.algorithm.advantages.base import (
-    ESTIMATORS,
-    AdvantageInputs,
-    Advantages,
-    discounted_suffix_sum,
-    whiten,
-)
+from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
+from mppo.algorithm.advantages.tokens import discounted_suffix_sum, whiten
 
 
 @dataclass(frozen=True)
@@ -38,4 +33,4 @@ def gae(x: AdvantageInputs, config: GaeConfig) -> Advantages:
 
     raw = torch.zeros_like(x.values).index_copy(0, actions, advantages)
     returns = torch.zeros_like(x.values).index_copy(0, actions, advantages + values)
-    return Advantages(whiten(raw, x.training, x.reduce_sum), returns)
+    return Advantages(whiten(raw, x.training, x.reduction), returns)

@@ -1,10 +1,12 @@
-"""Group-relative advantages: GRPO, 2402.03300; without the deviation, Dr. GRPO, 2503.20783."""
+"""Group-relative advantages: GRPO, 2402.03300; without the deviation, Dr. GRPO, 2503.20783; for pass@k, 2503.19595."""
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
+from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages, outcome
+from mppo.algorithm.advantages.groups import EPSILON, group_statistics, two_largest
 
 
 @dataclass(frozen=True)
@@ -13,22 +15,29 @@ class GrpoConfig:
     """Divide by the group's standard deviation (GRPO) or not (Dr. GRPO)."""
 
 
-@ESTIMATORS.register("grpo", config=GrpoConfig, critic=False)
+@ESTIMATORS.register("grpo", config=GrpoConfig, groups=True)
 def grpo(x: AdvantageInputs, config: GrpoConfig) -> Advantages:
-    """`(S_i - mean_group) / (std_group + 1e-6)`, one number per trajectory, the same for each of its actions.
+    """`(S_i - mean_group) / (std_group + 1e-6)`, one number per trajectory."""
+    return outcome(x, group_relative(x, x.scores, config.norm_adv_by_std_in_grpo))
 
-    Only trajectories of which something trains count towards their group. A group of one keeps its
-    raw score: mean 0, deviation 1.
+
+def group_relative(x: AdvantageInputs, scores: Tensor, by_std: bool) -> Tensor:
+    """`[S]`: scores centred within their group, and by choice over its standard deviation."""
+    group = group_statistics(x, scores)
+    centred = scores - group.mean
+    return centred / (group.std + EPSILON) if by_std else centred
+
+
+@ESTIMATORS.register("grpo_passk", config=GrpoConfig, groups=True)
+def grpo_passk(x: AdvantageInputs, config: GrpoConfig) -> Advantages:
+    """Only the best answer of a group learns, by how far it is ahead: `(S_1 - S_2) / (std_group + 1e-6)`.
+
+    Of equals the first in the batch is the best.
     """
     scores = x.scores
-    trains = (x.segments.lengths(x.training) > 0).double()
-    size = x.per_group(trains)
-    alone = (size <= 1)[x.groups]
-    mean = (x.per_group(scores * trains) / size.clamp(min=1))[x.groups]
-    centred = torch.where(alone, scores, scores - mean)
+    leaders = two_largest(x, scores)
+    group = group_statistics(x, scores)
+    lead = torch.where(group.alone, scores, scores - leaders.second[x.groups])
     if config.norm_adv_by_std_in_grpo:
-        variance = x.per_group((centred * trains).square()) / (size - 1).clamp(min=1)
-        deviation = variance.sqrt()[x.groups]
-        centred = torch.where(alone, centred, centred / (deviation + 1e-6))
-    advantages = x.segments.expand(centred).to(x.rewards.dtype) * x.training
-    return Advantages(advantages, advantages)
+        lead = lead / (group.std + EPSILON)
+    return outcome(x, torch.where(x.indices == leaders.place[x.groups], lead, 0.0))

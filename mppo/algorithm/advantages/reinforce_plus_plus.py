@@ -1,10 +1,10 @@
-"""REINFORCE++, 2501.03262: whitened returns to go, no critic."""
+"""REINFORCE++, 2501.03262: whitened returns to go, no critic; and its variant with the group's mean as baseline."""
 
 from dataclasses import dataclass
 
-import torch
-
-from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages, discounted_suffix_sum, whiten
+from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
+from mppo.algorithm.advantages.groups import group_statistics
+from mppo.algorithm.advantages.tokens import rewards_to_go, whiten
 
 
 @dataclass(frozen=True)
@@ -13,10 +13,16 @@ class ReinforcePlusPlusConfig:
     """Discount per action."""
 
 
-@ESTIMATORS.register("reinforce_plus_plus", config=ReinforcePlusPlusConfig, critic=False)
+@ESTIMATORS.register("reinforce_plus_plus", config=ReinforcePlusPlusConfig)
 def reinforce_plus_plus(x: AdvantageInputs, config: ReinforcePlusPlusConfig) -> Advantages:
     """`R_t = r_t + gamma R_{t+1}` over the actions of a trajectory, whitened over the batch; returns are `R`."""
-    actions = x.mask.bool().nonzero().squeeze(-1)
-    to_go = discounted_suffix_sum(x.rewards[actions], x.segments.ids[actions], config.gamma)
-    returns = torch.zeros_like(x.rewards).index_copy(0, actions, to_go)
-    return Advantages(whiten(returns, x.training, x.reduce_sum), returns)
+    returns = rewards_to_go(x.rewards, x.mask, x.segments.ids, config.gamma)
+    return Advantages(whiten(returns, x.training, x.reduction), returns)
+
+
+@ESTIMATORS.register("reinforce_plus_plus_baseline", groups=True)
+def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Advantages:
+    """`S_i - mean_group` for each action, whitened over the batch."""
+    centred = x.scores - group_statistics(x, x.scores).mean
+    advantages = whiten(x.to_tokens(centred), x.training, x.reduction)
+    return Advantages(advantages, advantages)

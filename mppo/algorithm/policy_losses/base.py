@@ -1,13 +1,17 @@
 """What a policy loss is given and what it returns."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from mppo.algorithm.kl import LOG_RATIO_LIMIT
+from mppo.algorithm.policy_losses.mini_batch import MiniBatchInputs
 from mppo.algorithm.segments import Segments
 from mppo.algorithm.statistics import TokenStatistic
+from mppo.errors import ConfigError
 from mppo.registry import Registry
 
 
@@ -23,6 +27,18 @@ class PolicyInputs:
     mask: Tensor
     """Which positions are actions that train. Values outside it are arbitrary."""
     segments: Segments
+    rollout_is_weights: Tensor | None = None
+    """Importance weights of the rollout correction. They multiply the token losses after the loss has returned them,
+    unless the loss is registered with `weighs_itself=True`."""
+    rollout_log_probs: Tensor | None = None
+    """The policy that generated."""
+    ref_log_probs: Tensor | None = None
+    """The frozen reference, where there is one."""
+    prepared: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the `prepare` of the loss returned, cut like everything else."""
+    stop_gradient: Callable[[Tensor], Tensor] = field(default_factory=lambda: torch.detach)
+    """Take a factor out of the gradient. `mppo check-loss` holds what goes through here fixed in its finite
+    differences, so a loss that means to stop a gradient says so with this, not with `detach`."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -48,6 +64,59 @@ def anchor_statistics(x: PolicyInputs) -> dict[str, TokenStatistic]:
     }
 
 
-PolicyLoss = Callable[[PolicyInputs, object], TokenLosses]
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
-"""Register with `config=` (dataclass of knobs) and `loss_agg_mode=` (the paper's aggregation mode)."""
+POLICY_LOSSES: Registry[Callable[..., TokenLosses]] = Registry("policy loss")
+"""`(PolicyInputs, config) -> TokenLosses`. Register with `config=` (dataclass of knobs), `loss_agg_mode=` (the paper's
+aggregation mode), and where needed `prepare=`, `(MiniBatchInputs, config) -> dict of [T]`, which sees the whole
+mini-batch before its training pass, and `weighs_itself=True`."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A registered loss with its knobs set: what the actor's objective calls."""
+
+    name: str
+    fn: Callable[[PolicyInputs], TokenLosses]
+    prepare: Callable[[MiniBatchInputs], dict[str, Tensor]] | None = None
+    loss_agg_mode: str = "token-mean"
+    weighs_itself: bool = False
+
+    def __call__(self, x: PolicyInputs) -> TokenLosses:
+        """Token losses, importance weights included, with the metrics of the anchor.
+
+        Raises ConfigError when the loss returns something else than one loss per token.
+        """
+        result = self.fn(x)
+        self._check(result, x.mask)
+        loss = result.loss
+        if x.rollout_is_weights is not None and not self.weighs_itself:
+            loss = loss * x.rollout_is_weights
+        return replace(result, loss=loss, statistics=anchor_statistics(x) | result.statistics)
+
+    def _check(self, result: Any, mask: Tensor) -> None:
+        wanted = f"a policy loss returns TokenLosses with one loss per token, {list(mask.shape)}"
+        if not isinstance(result, TokenLosses):
+            raise ConfigError(f"policy loss {self.name!r} returned a {type(result).__name__}; {wanted}")
+        given = {"loss": result.loss} | {name: s.value for name, s in result.statistics.items()}
+        for name, value in given.items():
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if shape != list(mask.shape):
+                hint = " (a mean? mppo weighs and sums)" if shape == [] else ""
+                raise ConfigError(f"policy loss {self.name!r} returned {name} of shape {shape}{hint}; {wanted}")
+
+
+def policy_loss(name: str, knobs: Mapping[str, Any] | None = None, where: str = "policy_loss") -> PolicyLoss:
+    """The loss of that name or import path, with these knobs; `where` is their place in the configuration.
+
+    Raises ConfigError for an unknown name, and for a knob that the loss does not read.
+    """
+    plugin = POLICY_LOSSES.get(name)
+    config = plugin.configure(dict(knobs or {}), where)
+    traits = plugin.traits or {}
+    prepare = traits.get("prepare")
+    return PolicyLoss(
+        name=name,
+        fn=plugin.with_config(plugin.fn, config),
+        prepare=None if prepare is None else plugin.with_config(prepare, config),
+        loss_agg_mode=traits.get("loss_agg_mode", "token-mean"),
+        weighs_itself=traits.get("weighs_itself", False),
+    )

@@ -5,35 +5,20 @@ from dataclasses import dataclass
 import torch
 
 from mppo.algorithm.policy_losses.base import POLICY_LOSSES, PolicyInputs, TokenLosses
+from mppo.algorithm.policy_losses.clipping import ClipConfig
 from mppo.algorithm.statistics import TokenStatistic
 from mppo.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class VanillaConfig:
-    clip_ratio: float = 0.2
-    """epsilon on both sides, unless a side is given."""
-    clip_ratio_low: float | None = None
-    """The ratio is clipped below at 1 - this."""
-    clip_ratio_high: float | None = None
-    """The ratio is clipped above at 1 + this."""
+class VanillaConfig(ClipConfig):
     clip_ratio_c: float = 3.0
     """Dual clip: with a negative advantage the objective is never below C times the advantage. C > 1."""
 
     def __post_init__(self):
-        if self.clip_ratio_c <= 1.0:
+        super().__post_init__()
+        if not self.clip_ratio_c > 1.0:
             raise ConfigError(f"policy_loss.clip_ratio_c is {self.clip_ratio_c}; it must be greater than 1")
-        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
-            if (getattr(self, name) or 0.0) < 0:
-                raise ConfigError(f"policy_loss.{name} is {getattr(self, name)}; it must not be negative")
-
-    @property
-    def low(self) -> float:
-        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-
-    @property
-    def high(self) -> float:
-        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
 
 @POLICY_LOSSES.register("vanilla", config=VanillaConfig, loss_agg_mode="token-mean")

@@ -1,0 +1,69 @@
+"""The optimal token baseline, 2602.07078: for each place in the answer, the mean of the group's rewards to go,
+weighted by how much variance each trajectory has gathered up to there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
+from mppo.algorithm.advantages.groups import two_largest
+from mppo.algorithm.advantages.tokens import rewards_to_go, segment_cumsum
+
+
+@dataclass(frozen=True)
+class OptimalTokenBaselineConfig:
+    handle_zero_tail: bool = True
+    """Where the longest answer of a group is alone, beyond the second longest, its baseline is 0 (not its own reward,
+    which would leave no advantage)."""
+
+
+@ESTIMATORS.register("optimal_token_baseline", config=OptimalTokenBaselineConfig, groups=True, sum_pi_squared=True)
+def optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
+    """`A = G - B`; places are tokens since the first action, so that tool output takes up places."""
+    actions = x.training.nonzero().squeeze(-1)
+    ids = x.segments.ids[actions]
+    first = torch.searchsorted(ids, ids)
+    return _less_baseline(x, config, actions, actions - actions[first])
+
+
+@ESTIMATORS.register("tir_optimal_token_baseline", config=OptimalTokenBaselineConfig, groups=True, sum_pi_squared=True)
+def tir_optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
+    """For tool-integrated reasoning: places count actions only."""
+    actions = x.training.nonzero().squeeze(-1)
+    ids = x.segments.ids[actions]
+    return _less_baseline(x, config, actions, torch.arange(len(ids), device=ids.device) - torch.searchsorted(ids, ids))
+
+
+def _less_baseline(
+    x: AdvantageInputs, config: OptimalTokenBaselineConfig, actions: Tensor, places: Tensor
+) -> Advantages:
+    """`actions [A]` are the positions that train, `places [A]` where each stands in its answer.
+
+    `w = 1 - 2 pi + sum pi^2` (times rho^2 under importance weights), `W` its running sum over the answer, and
+    `B(place) = sum(G W) / (sum(W) + 1e-8)` over the group.
+    """
+    ids = x.segments.ids[actions]
+    returns = rewards_to_go(x.rewards, x.mask, x.segments.ids)
+    to_go = returns[actions].double()
+    variance = 1 - 2 * x.old_log_probs[actions].double().exp() + x.sum_pi_squared[actions].double()
+    if x.rollout_is_weights is not None:
+        variance = variance * x.rollout_is_weights[actions].double().square()
+    gathered = segment_cumsum(variance, ids)
+
+    extent = torch.zeros(x.segments.count, dtype=torch.long, device=ids.device)
+    extents = two_largest(x, extent.scatter_reduce(0, ids, places + 1, "amax"))
+    longest = extents.largest.clamp(min=0).long()
+    offsets = longest.cumsum(0) - longest
+    group = x.groups[ids]
+    cells = offsets[group] + places
+    table = torch.zeros(2, int(longest.sum()), dtype=torch.double, device=ids.device)
+    weighted, weight = x.reduction.sum(table.index_add(1, cells, torch.stack([to_go * gathered, gathered])))
+
+    baseline = weighted[cells] / (weight[cells] + 1e-8)
+    alone = (x.per_group(x.trains) <= 1)[group]
+    if config.handle_zero_tail:
+        alone = alone | (places >= extents.second[group])
+    advantages = to_go - torch.where(alone, 0.0, baseline)
+    return Advantages(torch.zeros_like(returns).index_copy(0, actions, advantages.to(returns.dtype)), returns)

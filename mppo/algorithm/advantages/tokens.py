@@ -1,0 +1,48 @@
+"""Whitening and running sums over packed tokens, without a loop over them."""
+
+import torch
+from torch import Tensor
+
+from mppo.algorithm.reduction import Reduction
+
+
+def whiten(x: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
+    """Mean 0 and (unbiased) variance 1 over the masked positions of the global batch; 0 outside the mask.
+
+    With fewer than two positions there is no variance: what is returned is 0 everywhere.
+    """
+    kept = torch.where(mask.bool(), x.double(), torch.zeros_like(x, dtype=torch.double))
+    total, count = reduction.sum(torch.stack([kept.sum(), mask.sum().double()]))
+    mean = total / count.clamp(min=1)
+    centred = (kept - mean) * mask
+    variance = reduction.sum(centred.square().sum()) / (count - 1).clamp(min=1)
+    return (centred * torch.rsqrt(variance + 1e-8)).to(x.dtype)
+
+
+def discounted_suffix_sum(x: Tensor, ids: Tensor, discount: float) -> Tensor:
+    """`y[t] = x[t] + discount * y[t+1]` within each run of equal `ids`, over `[N]`.
+
+    A doubling scan: after step k, y[t] holds the terms up to t + 2^k; log2(longest run) passes over the vector.
+    """
+    longest = int(ids.bincount().max()) if len(ids) else 0
+    shift = 1
+    while shift < longest:
+        same = (ids[shift:] == ids[:-shift]).to(x.dtype)
+        x = torch.cat([x[:-shift] + discount**shift * same * x[shift:], x[-shift:]])
+        shift *= 2
+    return x
+
+
+def segment_cumsum(x: Tensor, ids: Tensor) -> Tensor:
+    """`y[t] = y[t-1] + x[t]` within each run of equal, non-decreasing `ids`, over `[N]` float64."""
+    total = x.double().cumsum(0)
+    before = torch.cat([total.new_zeros(1), total])
+    starts = torch.searchsorted(ids, ids)
+    return total - before[starts]
+
+
+def rewards_to_go(rewards: Tensor, mask: Tensor, ids: Tensor, discount: float = 1.0) -> Tensor:
+    """`[T]`: discounted sum of the rewards from each action of a trajectory on, 0 where there is no action."""
+    actions = mask.bool().nonzero().squeeze(-1)
+    to_go = discounted_suffix_sum(rewards[actions], ids[actions], discount)
+    return torch.zeros_like(rewards).index_copy(0, actions, to_go)

@@ -1,0 +1,58 @@
+"""What a loss may know of the whole mini-batch before its training pass: the input of `prepare`."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mppo.algorithm.reduction import WHOLE, Reduction
+from mppo.algorithm.segments import Segments
+
+
+@dataclass(frozen=True)
+class MiniBatchInputs:
+    """This rank's part of the global mini-batch: packed `[T]` vectors, none with a gradient."""
+
+    log_probs: Tensor
+    """The policy about to be updated."""
+    old_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    segments: Segments
+    places: Tensor
+    """`[T]` long: where each position stands in the global mini-batch, whoever holds it."""
+    size: int
+    """Positions of the global mini-batch."""
+    seed: int
+    """The same on every rank, another for each optimizer step."""
+    reduction: Reduction = WHOLE
+
+    @property
+    def tokens(self) -> int:
+        """N: masked positions of the global mini-batch."""
+        return int(self.reduction.sum(self.mask.sum()))
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean of `x [T]` over the masked positions of the global mini-batch, 0-dim float64."""
+        kept = torch.where(self.mask, x.double(), 0.0)
+        total, count = self.reduction.sum(torch.stack([kept.sum(), self.mask.sum().double()]))
+        return total / count.clamp(min=1)
+
+    def random(self) -> Tensor:
+        """`[T]` float64 in [0, 1): a position draws the same number whatever rank holds it."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.rand(self.size, generator=generator, dtype=torch.double).to(self.places.device)[self.places]
+
+    def choose(self, score: Tensor, candidates: Tensor, count: int) -> Tensor:
+        """`[T]` bool: the `count` candidates of the global mini-batch with the highest score; ties to the earlier."""
+        mine = candidates.nonzero().squeeze(-1)
+        mine = _best(score[mine], self.places[mine], count, mine)
+        scores, places = self.reduction.gather(score[mine]), self.reduction.gather(self.places[mine])
+        return torch.isin(self.places, _best(scores, places, count, places)) & candidates
+
+
+def _best(scores: Tensor, places: Tensor, count: int, items: Tensor) -> Tensor:
+    """The items of the `count` highest scores; ties to the lower place."""
+    by_place = places.argsort()
+    by_score = scores[by_place].argsort(descending=True, stable=True)
+    return items[by_place[by_score[:count]]]

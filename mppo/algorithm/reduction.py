@@ -1,0 +1,26 @@
+"""From numbers about this rank's part of a batch to numbers about the whole of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Over the parts of the global batch that data-parallel ranks hold. Every rank calls alike, whatever it holds."""
+
+    sum: Callable[[Tensor], Tensor] = _as_it_is
+    """Elementwise, over tensors of one shape."""
+    max: Callable[[Tensor], Tensor] = _as_it_is
+    """Elementwise, over tensors of one shape."""
+    gather: Callable[[Tensor], Tensor] = _as_it_is
+    """`[n_r]` of each rank -> `[sum of n_r]`, in rank order."""
+
+
+WHOLE = Reduction()
+"""Of a batch that is whole on this process."""

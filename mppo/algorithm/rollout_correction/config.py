@@ -1,0 +1,200 @@
+"""The knobs of the rollout correction, its presets, and the thresholds they name (semantics section 6)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import log
+from typing import Any
+
+from mppo.algorithm.rollout_correction.plugins import IMPORTANCE_WEIGHTS, Rejection
+from mppo.errors import ConfigError
+from mppo.registry import nearest, typed
+
+WHERE = "algorithm.rollout_correction"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a threshold allows: `x <= upper`, and where there is a lower bound, `lower <= x`."""
+
+    upper: float
+    lower: float | None = None
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """How training makes up for the policy that generated not being the one that is trained.
+
+    The log-ratio is `log pi_train - log pi_rollout`. Decoupled, pi_train is the PPO anchor (`old_log_probs`), once for
+    the batch; in bypass mode the rollout's policy *is* the anchor and pi_train the current policy, for each mini-batch.
+    """
+
+    preset: str | None = None
+    """A named set of the fields below; fields given beside it win."""
+    rollout_is: str | None = None
+    """Importance weights: `token`, `sequence`, or an import path; null: none."""
+    rollout_is_threshold: Any = 2.0
+    """A number: weights above it are cut to it (TIS). `"lower_upper"` (quoted): weights outside become 0 (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over what trains of the global batch (a mini-batch in bypass mode)."""
+    rollout_rs: str | None = None
+    """Rejection: comma-separated options; a token trains only if all keep it. null: none."""
+    rollout_rs_threshold: Any = None
+    """One threshold for all options, or as many, comma-separated. For k1 options `"lower_upper"` bounds of the ratio
+    pi_train / pi_rollout (one number u stands for `1/u_u`); for k2 and k3 an upper bound of the divergence."""
+    bypass_mode: bool = False
+    """Skip the old-log-prob pass: the rollout's log-probs are the PPO anchor."""
+    loss_type: str = "ppo_clip"
+    """In bypass mode: `ppo_clip`, or `reinforce` with importance weights."""
+    denominator: str = "loss_mask"
+    """What the aggregation counts: `loss_mask`, all actions, or `kept`, those that are not rejected or masked."""
+    apply_to: list[str] = field(default_factory=lambda: ["policy"])
+    """The terms of the loss that importance weights multiply: `policy`, and if wanted `kl` and `entropy`."""
+
+    def __post_init__(self):
+        _one_of("loss_type", self.loss_type, ("ppo_clip", "reinforce"))
+        _one_of("denominator", self.denominator, ("loss_mask", "kept"))
+        for term in self.apply_to:
+            _one_of("apply_to", term, ("policy", "kl", "entropy"))
+        if "policy" not in self.apply_to:
+            raise ConfigError(f"{WHERE}.apply_to must hold policy: the weights always multiply the policy term")
+        self._refuse_idle()
+        self.is_bounds, self.rs_bounds  # noqa: B018  (parse, and refuse what cannot be)
+
+    def _refuse_idle(self) -> None:
+        weighs, rejects = self.rollout_is is not None, self.rollout_rs is not None
+        idle = [
+            (self.rollout_is_threshold != 2.0 and not weighs, "rollout_is_threshold", "rollout_is is null"),
+            (self.rollout_is_batch_normalize and not weighs, "rollout_is_batch_normalize", "rollout_is is null"),
+            (self.apply_to != ["policy"] and not weighs, "apply_to", "rollout_is is null"),
+            (self.rollout_rs_threshold is not None and not rejects, "rollout_rs_threshold", "rollout_rs is null"),
+            (self.loss_type != "ppo_clip" and not self.bypass_mode, "loss_type", "bypass_mode is off"),
+            (
+                weighs and self.bypass_mode and self.loss_type == "ppo_clip",
+                "rollout_is",
+                "in bypass mode the ratio of ppo_clip is the correction already; choose loss_type=reinforce",
+            ),
+        ]
+        for unread, name, reason in idle:
+            if unread:
+                raise ConfigError(f"{WHERE}.{name} is set but would have no effect: {reason}")
+
+    @property
+    def is_bounds(self) -> Bounds:
+        """Of the weights; a lower bound means IcePop."""
+        where = f"{WHERE}.rollout_is_threshold"
+        if self.rollout_is is not None:
+            IMPORTANCE_WEIGHTS.get(self.rollout_is)
+        return _bounds(self.rollout_is_threshold, where)
+
+    @property
+    def rs_bounds(self) -> list[tuple[str, Rejection, Bounds]]:
+        """Each rejection option once, in order, with what it keeps of its divergence."""
+        if self.rollout_rs is None:
+            return []
+        names = list(dict.fromkeys(name.strip() for name in self.rollout_rs.split(",") if name.strip()))
+        if not names:
+            raise ConfigError(f"{WHERE}.rollout_rs is empty; name options, or set it to null")
+        options = [(name, Rejection.named(name)) for name in names]
+        thresholds = self._thresholds(names)
+        return [
+            (name, option, _rejection_bounds(option, threshold, f"{WHERE}.rollout_rs_threshold of {name}"))
+            for (name, option), threshold in zip(options, thresholds, strict=True)
+        ]
+
+    def _thresholds(self, names: list[str]) -> list[Any]:
+        where, given = f"{WHERE}.rollout_rs_threshold", self.rollout_rs_threshold
+        if given is None:
+            raise ConfigError(f"{where} is null; rollout_rs={self.rollout_rs} needs it")
+        pieces = given.split(",") if isinstance(given, str) else [given]
+        if len(pieces) == 1:
+            pieces = pieces * len(names)
+        if len(pieces) != len(names):
+            raise ConfigError(
+                f"{where} has {len(pieces)} thresholds for {len(names)} options; give one, or one for each"
+            )
+        return pieces
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{WHERE}.{name} is {value!r}; choose one of {', '.join(choices)}")
+
+
+def _bounds(value: Any, where: str) -> Bounds:
+    """A number, a numeric text, or `lower_upper`."""
+    wanted = f"{where} is {value!r}; give a number, or bounds as in '0.5_2.0'"
+    if isinstance(value, bool):
+        raise ConfigError(wanted)
+    try:
+        numbers = [float(piece) for piece in str(value).strip().split("_")]
+    except ValueError as error:
+        raise ConfigError(wanted) from error
+    if len(numbers) > 2 or not all(0 < number < float("inf") for number in numbers) or numbers[0] > numbers[-1]:
+        raise ConfigError(f"{wanted}; bounds are positive, the lower first")
+    return Bounds(numbers[-1], numbers[0] if len(numbers) == 2 else None)
+
+
+def _rejection_bounds(option: Rejection, value: Any, where: str) -> Bounds:
+    """In terms of the divergence that the option computes."""
+    bounds = _bounds(value, where)
+    if option.is_log_ratio:  # of -log ratio, where the bounds are of the ratio
+        lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
+        if lower > bounds.upper:
+            raise ConfigError(f"{where} is {value!r}; one number u stands for 1/u_u, so it must be at least 1")
+        return Bounds(upper=-log(lower), lower=-log(bounds.upper))
+    if bounds.lower is not None:
+        raise ConfigError(f"{where} is {value!r}; a divergence of this kind has only an upper bound")
+    return bounds
+
+
+def _geometric(**more: Any) -> dict[str, Any]:
+    return {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001", **more}
+
+
+def _k3(**more: Any) -> dict[str, Any]:
+    return {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01, **more}
+
+
+def _presets() -> dict[str, dict[str, Any]]:
+    token, sequence = {"rollout_is": "token"}, {"rollout_is": "sequence"}
+    icepop = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+    bypass, gradient = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}
+    return {
+        "disabled": {},
+        "decoupled_token_is": token,
+        "decoupled_seq_is": sequence,
+        "decoupled_token_icepop": icepop,
+        "decoupled_seq_is_rs": {**sequence, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+        "decoupled_geo_rs": _geometric(),
+        "decoupled_geo_rs_seq_tis": _geometric(**sequence),
+        "decoupled_geo_rs_token_tis": _geometric(**token),
+        "decoupled_k3_rs": _k3(),
+        "decoupled_k3_rs_seq_tis": _k3(**sequence),
+        "decoupled_k3_rs_token_tis": _k3(**token),
+        "bypass_ppo_clip": bypass,
+        "bypass_ppo_clip_geo_rs": _geometric(**bypass),
+        "bypass_ppo_clip_k3_rs": _k3(**bypass),
+        "bypass_pg_is": {**gradient, **sequence},
+        "bypass_pg_token_icepop": {**gradient, **icepop},
+        "bypass_pg_geo_rs": _geometric(**gradient),
+        "bypass_pg_geo_rs_seq_tis": _geometric(**gradient, **sequence),
+        "bypass_pg_geo_rs_token_tis": _geometric(**gradient, **token),
+    }
+
+
+def preset_names() -> list[str]:
+    return list(_presets())
+
+
+def rollout_correction_config(values: Mapping[str, Any]) -> RolloutCorrectionConfig:
+    """The typed configuration from the fields given, those of a preset filled in beneath them.
+
+    Raises ConfigError for an unknown preset, field or option, a threshold that cannot be, and a field without effect.
+    """
+    name = values.get("preset")
+    presets = _presets()
+    if name is not None and name not in presets:
+        raise ConfigError(
+            f"{WHERE}.preset: unknown preset {name!r}; known: {', '.join(presets)}{nearest(str(name), presets)}"
+        )
+    return typed(RolloutCorrectionConfig, {**presets.get(name, {}), **values}, WHERE, "rollout correction")
