@@ -61,6 +61,10 @@ class PackedBatch:
     """`[T]`: sum over the vocabulary of the anchor's squared probabilities, where the estimator needs it."""
     ref_hidden: Tensor | None = _per_token(default=None)
     """`[T, H]`: last hidden states of the reference, on the last pipeline stage, for the exact KL in the loss."""
+    old_hidden: Tensor | None = _per_token(default=None)
+    """`[T, H]`: the same of the anchor, for the exact KL in the reward."""
+    full_kl: Tensor | None = _per_token(default=None)
+    """`[T]`: exact KL of the anchor to the reference, where the reward is penalised by it."""
     prepared: dict[str, Tensor] = _per_token(default_factory=dict)
     """`[T]` each: what the `prepare` of the policy loss returned."""
     weights: Tensor | None = _per_token(default=None)

@@ -34,6 +34,8 @@ class Trajectory:
     """The version of the weights that generated it."""
     reward: float = 0.0
     """The outcome reward; it is given at the last action."""
+    accuracy: float = 0.0
+    """What validation reports of it."""
     token_rewards: Tensor | None = None
     """`[L]` float32: rewards of single actions, in addition to the outcome."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -57,6 +59,12 @@ class Trajectory:
     @property
     def actions(self) -> int:
         return int(self.action_mask.sum())
+
+    @property
+    def response_length(self) -> int:
+        """Tokens from the first action on, tool output included; 0 without any action."""
+        actions = self.action_mask.nonzero()
+        return len(self) - int(actions[0]) if len(actions) else 0
 
     def validate(self, vocab_size: int) -> None:
         """Raise DataError, naming the trajectory, when its vectors do not fit together or an id is out of range."""

@@ -1,4 +1,4 @@
-"""`mppo train`, `mppo plan`: every bad input ends in one line that says what to change."""
+"""`mppo train`, `mppo plan`, `mppo check-loss`: every bad input ends in one line that says what to change."""
 
 import argparse
 import json
@@ -16,9 +16,10 @@ from mppo.errors import MppoError
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     options = _parser().parse_args(arguments)
+    if os.getcwd() not in sys.path:  # so that import paths in the configuration may name the user's own packages
+        sys.path.insert(0, os.getcwd())
     try:
-        config = load_config(options.config_name, options.overrides, options.config_dir)
-        return options.run(config, options)
+        return options.run(options)
     except MppoError as error:
         if not error.on_every_rank or os.environ.get("RANK", "0") == "0":
             print(f"mppo: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -34,6 +35,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--world-size", type=int, help="processes of the run (default: one replica)")
     plan.set_defaults(run=_plan)
+    check_loss = commands.add_parser("check-loss", help="examine a policy loss, registered or by import path")
+    check_loss.add_argument("loss", metavar="NAME_OR_PATH", help="vanilla, my_package.losses:my_loss")
+    check_loss.add_argument("knobs", nargs="*", help="knobs of the loss: clip_ratio=0.1")
+    check_loss.add_argument("--out", help="where to draw loss and gradient against the ratio (default: NAME.png)")
+    check_loss.set_defaults(run=_check_loss)
     for command in (train, plan):
         command.add_argument("--config-name", default="train", help="a file in the configuration folder")
         command.add_argument("--config-dir", help="the configuration folder (default: mppo's own configs/)")
@@ -41,11 +47,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(config: Config, options: argparse.Namespace) -> int:
+def _check_loss(options: argparse.Namespace) -> int:
+    from mppo.cli.check_loss import check_loss
+
+    return check_loss(options.loss, options.knobs, options.out, Console())
+
+
+def _load(options: argparse.Namespace) -> Config:
+    return load_config(options.config_name, options.overrides, options.config_dir)
+
+
+def _plan(options: argparse.Namespace) -> int:
     from mppo.megatron.topology import data_parallel_size
     from mppo.trainer.plan import make_plan, print_plan
     from mppo.trainer.resolve import resolve
 
+    config = _load(options)
     parallel = config.parallel
     replica = (
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
@@ -59,13 +76,13 @@ def _plan(config: Config, options: argparse.Namespace) -> int:
     return 0
 
 
-def _train(config: Config, options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> int:
     from mppo.megatron import topology
     from mppo.trainer.assemble import assemble
     from mppo.trainer.plan import make_plan, print_plan
     from mppo.trainer.trainer import Trainer
 
-    parts = assemble(config)
+    parts = assemble(_load(options))
     if parts.topology.rank == 0:
         console = Console()
         print_plan(make_plan(parts.resolved, int(os.environ["WORLD_SIZE"])), console)

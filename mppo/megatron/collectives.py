@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.statistics import Ratio
 from mppo.errors import MppoError
 from mppo.megatron import platform
@@ -21,6 +22,29 @@ def sum_over_data_parallel(x: Tensor, topology: Topology) -> Tensor:
     total = x.to(platform.device()).clone()
     dist.all_reduce(total, group=topology.dp_group)
     return total.to(x.device)
+
+
+def data_parallel_reduction(topology: Topology) -> Reduction:
+    """Of numbers about a data-parallel rank's part of the batch."""
+
+    def reduced(x: Tensor, op: dist.ReduceOp) -> Tensor:
+        result = x.to(platform.device()).clone()
+        dist.all_reduce(result, op, topology.dp_group)
+        return result.to(x.device)
+
+    def gathered(x: Tensor) -> Tensor:
+        sizes = [torch.zeros(1, dtype=torch.long, device=platform.device()) for _ in range(topology.dp)]
+        dist.all_gather(sizes, torch.full_like(sizes[0], len(x)), topology.dp_group)
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=x.dtype, device=platform.device())
+        padded[: len(x)] = x
+        pieces = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(pieces, padded, topology.dp_group)
+        return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)]).to(x.device)
+
+    return Reduction(
+        sum=lambda x: reduced(x, dist.ReduceOp.SUM), max=lambda x: reduced(x, dist.ReduceOp.MAX), gather=gathered
+    )
 
 
 def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tensor:

@@ -121,6 +121,9 @@ class ValueObjective:
         return *weighted_sum(loss, batch, self.actions), statistics
 
 
+Objective = PolicyObjective | ValueObjective
+
+
 class ForwardPass(Protocol):
     """A closure of forward-only passes. It returns the named vectors and `origin`, where each entry belongs."""
 
@@ -140,6 +143,24 @@ class LogProbPass:
     def __call__(self, output: LastHidden, batch: PackedBatch) -> dict[str, Tensor]:
         head = self.head(output, batch.labels)
         return {**vars(head), "hidden": output.hidden, "origin": batch.origin}
+
+
+@dataclass(frozen=True)
+class ReferencePass:
+    """The same of the reference, and where the anchor's output weight is given, `full_kl`: KL(anchor || reference)."""
+
+    head: PolicyHead
+    names: tuple[str, ...] = ("log_probs",)
+    anchor_weight: Tensor | None = None
+    """`[V/tp, H]`; the batch then brings `old_hidden`."""
+    wants_hidden: ClassVar[bool] = True
+
+    def __call__(self, output: LastHidden, batch: PackedBatch) -> dict[str, Tensor]:
+        result = LogProbPass(self.head)(output, batch)
+        if "full_kl" in self.names:
+            anchor = LastHidden(batch.old_hidden, self.anchor_weight)
+            result["full_kl"] = self.head(anchor, batch.labels, reference=output).full_kl
+        return result
 
 
 @dataclass(frozen=True)

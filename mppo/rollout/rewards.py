@@ -111,7 +111,8 @@ def score(
         trajectory.parts = {name: float(value) for name, value in reward.parts.items()}
         if reward.token_rewards is not None:
             trajectory.token_rewards = torch.tensor(reward.token_rewards, dtype=torch.float32)
-        accuracies.append(float(reward.score if reward.accuracy is None else reward.accuracy))
+        trajectory.accuracy = float(reward.score if reward.accuracy is None else reward.accuracy)
+        accuracies.append(trajectory.accuracy)
     return accuracies
 
 

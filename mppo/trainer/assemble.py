@@ -9,8 +9,8 @@ import torch
 from mppo.config import Config
 from mppo.errors import ConfigError, ModelError
 from mppo.megatron import platform, topology
+from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks
-from mppo.megatron.objectives import PolicyHead
 from mppo.megatron.topology import Topology
 from mppo.rollout.engine import RolloutEngine, SamplingParams
 from mppo.rollout.local import LocalEngine

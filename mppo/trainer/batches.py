@@ -2,8 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
 
 from mppo.algorithm.aggregation import BatchCounts, token_weights
+from mppo.algorithm.reduction import Reduction
 from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.plan import MicroBatchLimit, assign_ranks, plan_micro_batches, split_mini_batches, workload
 from mppo.batch.trajectory import Trajectory
@@ -18,23 +23,34 @@ class TrajectoryTable:
 
     lengths: list[int]
     """Tokens."""
+    responses: list[int]
+    """Tokens from the first action on."""
     actions: list[int]
-    """Positions that train."""
+    """Positions that are actions."""
     groups: list[int]
     rewards: list[float]
+    """Outcome and token rewards together, before shaping."""
+    outcomes: list[float]
     accuracies: list[float]
+    truncated: list[bool]
+    """Cut at the maximum response length."""
     parts: list[dict[str, float]]
     """Named parts of the reward."""
     rank_of: list[int]
     """The data-parallel rank that trains it."""
+    kept: list[int]
+    """Positions that train: the actions that are neither rejected nor masked."""
+    baselines: list[float] | None = None
+    """Total reward of the greedy answer to the same prompt, where the estimator needs it."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def counts(self, indices: list[int]) -> BatchCounts:
-        """Of a mini-batch."""
-        actions = [self.actions[i] for i in indices]
-        return BatchCounts(tokens=sum(actions), trajectories=sum(n > 0 for n in actions))
+    def counts(self, indices: list[int], denominator: str) -> BatchCounts:
+        """Of a mini-batch: all actions (`loss_mask`), or those that train (`kept`)."""
+        of = self.kept if denominator == "kept" else self.actions
+        counted = [of[i] for i in indices]
+        return BatchCounts(tokens=sum(counted), trajectories=sum(n > 0 for n in counted))
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,18 @@ class StepBatch:
     def with_fields(self, **fields) -> "StepBatch":
         return replace(self, packed=self.packed.with_fields(**fields))
 
+    def keeping(self, kept: Tensor, reduction: Reduction) -> "StepBatch":
+        """Only the actions `kept [T]` train. Collective over data-parallel ranks."""
+        counts = torch.zeros(len(self.table), dtype=torch.long)
+        counts[self.packed.indices] = self.packed.segments.lengths(kept)
+        table = replace(self.table, kept=reduction.sum(counts).tolist())
+        return replace(self.with_fields(kept=kept), table=table)
+
+    @cached_property
+    def place_of(self) -> dict[int, int]:
+        """Place on this rank of each trajectory of the global batch that it holds."""
+        return {index: place for place, index in enumerate(self.packed.indices.tolist())}
+
 
 @dataclass(frozen=True)
 class MiniBatch:
@@ -59,35 +87,68 @@ class MiniBatch:
     """Of all ranks: what Megatron's count of tokens adds up to."""
 
 
+@dataclass(frozen=True)
+class _Line:
+    """What every rank learns of a trajectory."""
+
+    index: int
+    length: int
+    response: int
+    actions: int
+    group: int
+    reward: float
+    outcome: float
+    accuracy: float
+    truncated: bool
+    parts: dict[str, float]
+
+    @classmethod
+    def of(cls, t: Trajectory) -> "_Line":
+        truncated = t.finish_reason == "length"
+        rewards = (t.total_reward, t.reward, t.accuracy)
+        return cls(t.index, len(t), t.response_length, t.actions, t.group, *rewards, truncated, t.parts)
+
+
 def balance(
     trajectories: list[Trajectory],
-    accuracies: list[float],
     settings: UpdateSettings,
     hidden_size: int,
     step: int,
     topology: Topology,
+    baselines: dict[int, float] | None = None,
 ) -> StepBatch:
     """Send every trajectory from the rank that generated it to all ranks of the replica that will train it.
 
     Each mini-batch of the actor, cut in order, is balanced over data-parallel ranks by workload; shuffled ones, and a
     critic's of another size, are as balanced as chance has it. The plan follows from the lengths of the
     whole batch, which every rank learns here; no rank receives a trajectory it does not hold afterwards.
+    `baselines` are rewards of greedy answers by group.
     """
-    lines = [
-        (t.index, len(t), t.actions, t.group, t.total_reward, accuracy, t.parts)
-        for t, accuracy in zip(trajectories, accuracies, strict=True)
-    ]
-    everyone = gather_from_all((topology.dp_rank, lines))
+    everyone = gather_from_all((topology.dp_rank, [_Line.of(t) for t in trajectories]))
     replica_of = [dp_rank for dp_rank, _ in everyone]
-    rows = sorted((row for _, rows in everyone for row in rows), key=lambda row: row[0])
-    indices, lengths, actions, groups, rewards, accuracies, parts = (list(c) for c in zip(*rows, strict=True))
-    _renumber(trajectories, indices, groups)
+    lines = sorted((line for _, lines in everyone for line in lines), key=lambda line: line.index)
+    lengths, groups = [line.length for line in lines], [line.group for line in lines]
+    _renumber(trajectories, [line.index for line in lines], groups)
     mini_batches = split_mini_batches(len(lengths), settings.mini_batch_size)
     rank_of = assign_ranks(mini_batches, [workload(n, hidden_size) for n in lengths], topology.dp)
     outgoing = _by_rank(trajectories, [rank_of[t.index] for t in trajectories], topology.dp)
     received = exchange([outgoing[replica] for replica in replica_of])
     mine = sorted((t for items in received for t in items), key=lambda t: t.index)
-    table = TrajectoryTable(lengths, actions, _dense(groups), rewards, accuracies, parts, rank_of)
+    actions = [line.actions for line in lines]
+    table = TrajectoryTable(
+        lengths=lengths,
+        responses=[line.response for line in lines],
+        actions=actions,
+        groups=_dense(groups),
+        rewards=[line.reward for line in lines],
+        outcomes=[line.outcome for line in lines],
+        accuracies=[line.accuracy for line in lines],
+        truncated=[line.truncated for line in lines],
+        parts=[line.parts for line in lines],
+        rank_of=rank_of,
+        kept=actions,
+        baselines=None if baselines is None else [baselines[group] for group in groups],
+    )
     return StepBatch(pack(mine), table, step)
 
 
@@ -121,24 +182,28 @@ def micro_batches(
     if limit.tokens:  # padding to the multiple must fit in the budget as well
         limit = MicroBatchLimit(tokens=limit.tokens - limit.tokens % topology.token_multiple)
     plans = plan_micro_batches(parts, batch.table.lengths, limit, topology.micro_batch_multiple)
-    place_of = {index: place for place, index in enumerate(batch.packed.indices.tolist())}
     return [
-        batch.packed.select([place_of[i] for i in piece]).pad_to_multiple(topology.token_multiple)
+        batch.packed.select([batch.place_of[i] for i in piece]).pad_to_multiple(topology.token_multiple)
         for piece in plans[topology.dp_rank]
     ]
 
 
-def mini_batches(batch: StepBatch, settings: UpdateSettings, seed: int, topology: Topology) -> Iterator[MiniBatch]:
-    """Yield the MiniBatch of each optimizer step: epochs times the batch, weights included.
+def mini_batch_indices(batch: StepBatch, settings: UpdateSettings, seed: int) -> Iterator[list[int]]:
+    """Yield the trajectories (of the global batch) of each optimizer step: epochs times the batch.
 
     Which trajectories belong together does not depend on the layout; shuffling draws from (seed, step, epoch).
     """
     for epoch in range(settings.epochs):
         shuffle_seed = f"{seed}/{batch.step}/{epoch}" if settings.shuffle else None
-        for indices in split_mini_batches(len(batch.table), settings.mini_batch_size, shuffle_seed):
-            counts = batch.table.counts(indices)
-            pieces = micro_batches(batch, indices, settings.limit, topology)
-            yield MiniBatch([_weigh(piece, settings, counts) for piece in pieces], counts.tokens)
+        yield from split_mini_batches(len(batch.table), settings.mini_batch_size, shuffle_seed)
+
+
+def cut_mini_batch(batch: StepBatch, indices: list[int], settings: UpdateSettings, topology: Topology) -> MiniBatch:
+    """This rank's micro-batches of a mini-batch, with the weight of every token loss."""
+    counts = batch.table.counts(indices, settings.denominator)
+    pieces = micro_batches(batch, indices, settings.limit, topology)
+    actions = batch.table.counts(indices, "loss_mask").tokens
+    return MiniBatch([_weigh(piece, settings, counts) for piece in pieces], actions)
 
 
 def _weigh(piece: PackedBatch, settings: UpdateSettings, counts: BatchCounts) -> PackedBatch:

@@ -13,15 +13,16 @@ from megatron.core import dist_checkpointing
 from mppo.errors import ConfigError
 from mppo.megatron.checkpoint import load_role, random_state, save_role, set_random_state
 from mppo.megatron.collectives import fail_together
+from mppo.trainer.shaping import RunningMoments
 
 if TYPE_CHECKING:
     from mppo.trainer.trainer import Trainer
 
 
 class Checkpoints:
-    """Weights, optimizers, step, coefficient of the reward-side KL and random states.
+    """Weights, optimizers, step, coefficient of the reward-side KL, moments of the reward and random states.
 
-    The order of prompts and the random numbers of the rollout are functions of the step, so they need no state.
+    The order of prompts follows from how many batches were drawn, the random numbers of the rollout from the step.
     """
 
     def __init__(self, out_dir: str, resume: bool):
@@ -41,6 +42,8 @@ class Checkpoints:
         run = {
             "step": step,
             "kl_coefficient": trainer.kl_controller.coefficient,
+            "batches_drawn": trainer.batches_drawn,
+            "reward_moments": asdict(trainer.moments),
             "layout": self._layout(trainer),
             **random_state(trainer.topology),
         }
@@ -59,6 +62,8 @@ class Checkpoints:
             load_role(role.chunks, role.optimizer, source / name)
         run = dist_checkpointing.load_common_state_dict(str(source / "run"))
         trainer.kl_controller.coefficient = run["kl_coefficient"]
+        trainer.batches_drawn = run["batches_drawn"]
+        trainer.moments = RunningMoments(**run["reward_moments"])
         if run["layout"] == self._layout(trainer):  # another layout has other ranks, and starts its generators anew
             states = dist_checkpointing.load({**random_state(trainer.topology)}, str(source / "run"))
             set_random_state(states["rng"])

@@ -1,10 +1,8 @@
 """Metrics of a training step, each exact over the global batch."""
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
+from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.statistics import Ratio, add_up
 from mppo.batch.packed import PackedBatch
 from mppo.trainer.batches import TrajectoryTable
@@ -17,10 +15,15 @@ class MeanOverUpdates:
         self.prefix = prefix
         self._statistics: list[dict[str, Ratio]] = []
         self._steps: list[dict[str, float]] = []
+        self._prepared: list[dict[str, float]] = []
 
-    def add(self, statistics: dict[str, Ratio], stepped: dict[str, float]) -> None:
+    def add(
+        self, statistics: dict[str, Ratio], stepped: dict[str, float], prepared: dict[str, float] | None = None
+    ) -> None:
+        """`prepared`: numbers about the mini-batch that were known before its training pass; they are averaged."""
         self._statistics.append(statistics)
         self._steps.append(stepped)
+        self._prepared.append(prepared or {})
 
     def metrics(self) -> dict[str, float]:
         count = len(self._steps)
@@ -29,6 +32,8 @@ class MeanOverUpdates:
         means[self.prefix + "grad_norm"] = sum(step["grad_norm"] for step in self._steps) / count
         means[self.prefix + "lr"] = self._steps[-1]["lr"]
         means[self.prefix + "optimizer_steps"] = float(count)
+        for name in self._prepared[0]:
+            means[name] = sum(prepared[name] for prepared in self._prepared) / count
         if (deviation := self._statistics[0].get(self.prefix + "ratio_deviation")) is not None:
             means[self.prefix + "first_ratio_deviation"] = deviation.value
         return means
@@ -47,19 +52,20 @@ def trajectory_metrics(table: TrajectoryTable) -> dict[str, float]:
         given = [parts[name] for parts in table.parts if name in parts]
         metrics[f"reward/part/{name}"] = sum(given) / len(given)
     return metrics | {
-        **_spread("reward", table.rewards),
+        **spread("reward", table.rewards),
         "reward/accuracy": sum(table.accuracies) / len(table),
-        **_spread("response_length", [float(n) for n in table.actions]),
+        **spread("response_length", [float(n) for n in table.actions]),
         "batch/tokens": float(sum(table.lengths)),
         "batch/trajectories": float(len(table)),
     }
 
 
-def _spread(name: str, values: list[float]) -> dict[str, float]:
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    """Mean and extremes."""
     return {f"{name}/mean": sum(values) / len(values), f"{name}/min": min(values), f"{name}/max": max(values)}
 
 
-def batch_metrics(packed: PackedBatch, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
+def batch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]:
     """Advantages, and how far the trainer's policy is from the one that generated, over all actions."""
     mask = packed.training
     advantages = packed.advantages[mask].double()
@@ -73,7 +79,7 @@ def batch_metrics(packed: PackedBatch, reduce_sum: Callable[[Tensor], Tensor]) -
             -mismatch.sum(),
         ]
     )
-    count, total, squares, distance, kl = reduce_sum(sums).tolist()
+    count, total, squares, distance, kl = reduction.sum(sums).tolist()
     count = max(count, 1.0)
     mean = total / count
     return {

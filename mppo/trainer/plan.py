@@ -6,7 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mppo.algorithm.rollout_correction.config import Bounds
 from mppo.batch.plan import MicroBatchLimit
+from mppo.config import FilterGroupsConfig, RewardConfig
 from mppo.trainer.resolve import Resolved, UpdateSettings
 
 
@@ -40,6 +42,15 @@ class Plan:
     reference: str
     kl_in_loss: str
     kl_in_reward: str
+    anchor: str
+    """The policy that the ratio is against."""
+    importance_weights: str
+    rejection: str
+    counted: str
+    """What the aggregation divides by."""
+    reward_shaping: str
+    dynamic_sampling: str
+    critic_warmup_steps: int
     total_optimizer_steps: int
     actor: UpdatePlan
     critic: UpdatePlan | None
@@ -53,7 +64,7 @@ def make_plan(resolved: Resolved, world_size: int) -> Plan:
     if parallel.virtual_pipeline_model_parallel_size:
         layout += f" (VPP {parallel.virtual_pipeline_model_parallel_size})"
     layout += f" x DP {resolved.data_parallel_size}" + (" + SP" if parallel.sequence_parallel else "")
-    actor = _update_plan(config.actor.policy_loss["loss_mode"], resolved, resolved.actor)
+    actor = _update_plan(resolved.policy_loss.name, resolved, resolved.actor)
     control = config.algorithm.kl_ctrl
     return Plan(
         world_size=world_size,
@@ -70,11 +81,53 @@ def make_plan(resolved: Resolved, world_size: int) -> Plan:
             if config.algorithm.use_kl_in_reward
             else "off"
         ),
-        total_optimizer_steps=actor.optimizer_steps_per_training_step * config.trainer.total_training_steps,
+        **_correction_lines(resolved),
+        reward_shaping=_shaping_line(config.reward),
+        dynamic_sampling=_sampling_line(config.algorithm.filter_groups),
+        critic_warmup_steps=config.trainer.critic_warmup,
+        total_optimizer_steps=actor.optimizer_steps_per_training_step
+        * max(config.trainer.total_training_steps - config.trainer.critic_warmup, 0),
         actor=actor,
         critic=_update_plan("clipped value loss", resolved, resolved.critic) if resolved.critic else None,
         warnings=resolved.warnings,
     )
+
+
+def _correction_lines(resolved: Resolved) -> dict[str, str]:
+    """Who is corrected against whom, and what of it trains."""
+    correction, masks = resolved.correction, resolved.config.algorithm.overlong_masking
+    bypass = correction.bypass_mode
+    against = "current policy over rollout's, each mini-batch" if bypass else "old policy over rollout's"
+    weights, bounds = "off", correction.is_bounds
+    if correction.rollout_is is not None:
+        cut = f"at most {bounds.upper:g}" if bounds.lower is None else f"0 outside {bounds.lower:g} to {bounds.upper:g}"
+        normalised = ", divided by their mean" if correction.rollout_is_batch_normalize else ""
+        weights = f"{correction.rollout_is} ({against}), {cut}{normalised}; on {' + '.join(correction.apply_to)}"
+    rejection = [f"{name} within {_shown_bounds(kept)}" for name, _, kept in correction.rs_bounds]
+    rejection += ["answers cut at data.max_response_length"] * masks
+    return {
+        "anchor": f"the rollout's policy ({correction.loss_type})" if bypass else "old_log_probs, one pass a step",
+        "importance_weights": weights,
+        "rejection": ", ".join(rejection) or "off",
+        "counted": "actions that train" if correction.denominator == "kept" else "all actions",
+    }
+
+
+def _shown_bounds(bounds: Bounds) -> str:
+    return f"{'' if bounds.lower is None else f'{bounds.lower:.4g} to '}{bounds.upper:.4g}"
+
+
+def _shaping_line(reward: RewardConfig) -> str:
+    steps = [f"penalty over the last {reward.overlong_buffer.len} tokens"] if reward.overlong_buffer.len else []
+    steps += ["running normalisation"] * reward.running_normalization
+    steps += [f"clip at {reward.clip:g}"] if reward.clip is not None else []
+    return ", then ".join(steps) or "none"
+
+
+def _sampling_line(filtering: FilterGroupsConfig) -> str:
+    if not filtering.enable:
+        return "off"
+    return f"groups of equal {filtering.metric} are drawn anew, at most {filtering.max_num_gen_batches} batches a step"
 
 
 def _update_plan(loss: str, resolved: Resolved, settings: UpdateSettings) -> UpdatePlan:

@@ -67,6 +67,9 @@ class SilentReporter:
     def samples(self, lines: list[SampleLine]) -> None:
         pass
 
+    def note(self, text: str) -> None:
+        pass
+
     def finish(self, accuracies: dict[str, float]) -> None:
         pass
 
@@ -123,6 +126,11 @@ class Reporter(SilentReporter):
 
     def samples(self, lines: list[SampleLine]) -> None:
         self.pending.extend(lines)
+
+    def note(self, text: str) -> None:
+        """A line for the log and the terminal."""
+        self.log.write(text + "\n")
+        self.console.print(text, style="yellow", highlight=False, soft_wrap=True)
 
     def finish(self, accuracies: dict[str, float]) -> None:
         """Close the files, draw the curve, and print the held-out accuracy as the last line."""

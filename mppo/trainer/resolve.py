@@ -4,15 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mppo.algorithm.advantages import ESTIMATORS
+from mppo.algorithm.actor_loss import ActorTerms
+from mppo.algorithm.advantages import Estimator
+from mppo.algorithm.advantages import estimator as make_estimator
 from mppo.algorithm.aggregation import AGGREGATIONS
-from mppo.algorithm.kl import KL_FORMS
-from mppo.algorithm.policy_losses import POLICY_LOSSES
+from mppo.algorithm.conformance import probe
+from mppo.algorithm.kl import check_kl_form
+from mppo.algorithm.policy_losses import PolicyLoss, policy_loss
+from mppo.algorithm.rollout_correction import RolloutCorrectionConfig, rollout_correction_config
 from mppo.batch.plan import MicroBatchLimit
 from mppo.config import Config
 from mppo.errors import ConfigError
 from mppo.rollout.generators import GENERATORS
 from mppo.rollout.rewards import REWARDS
+from mppo.trainer.idle_fields import find_warnings, refuse_idle_fields
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class UpdateSettings:
     loss_agg_mode: str
     norm: float
     """C of seq-mean-token-sum-norm, tokens."""
+    denominator: str = "loss_mask"
+    """What is counted: `loss_mask`, all actions, or `kept`, those that train."""
 
     def optimizer_steps(self, trajectories: int) -> int:
         """Optimizer steps of one training step."""
@@ -40,12 +47,31 @@ class Resolved:
     data_parallel_size: int
     trajectories: int
     """Per training step."""
-    estimator: Callable
-    policy_loss: Callable
+    estimator: Estimator
+    policy_loss: PolicyLoss
+    correction: RolloutCorrectionConfig
     reward: Callable
     actor: UpdateSettings
     critic: UpdateSettings | None
     warnings: list[str]
+
+    @property
+    def terms(self) -> ActorTerms:
+        """What the actor minimises."""
+        actor = self.config.actor
+        return ActorTerms(
+            policy_loss=self.policy_loss,
+            entropy_coeff=actor.entropy_coeff,
+            report_entropy=actor.calculate_entropy,
+            kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
+            kl_loss_type=actor.kl_loss_type,
+            weighted=tuple(self.correction.apply_to),
+        )
+
+    @property
+    def rejects(self) -> bool:
+        """Whether some actions may not train."""
+        return self.correction.rollout_rs is not None or self.config.algorithm.overlong_masking
 
     @property
     def limits(self) -> list[MicroBatchLimit]:
@@ -60,31 +86,53 @@ def resolve(config: Config, data_parallel_size: int) -> Resolved:
     Raises ConfigError for an unknown name, a knob the chosen plugin does not read, a field that would have no
     effect, and, with `strict`, for what is otherwise a warning.
     """
-    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
-    loss_knobs = dict(config.actor.policy_loss)
-    loss = POLICY_LOSSES.get(loss_knobs.pop("loss_mode"))
+    algorithm = config.algorithm
+    correction = rollout_correction_config(algorithm.rollout_correction)
+    loss = _policy_loss(config.actor.policy_loss, correction)
+    probe(loss)
+    estimator = make_estimator(algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
     reward = REWARDS.get(config.reward.function)
-    actor = _actor_settings(config, (loss.traits or {}).get("loss_agg_mode", "token-mean"))
-    critic = _critic_settings(config, actor) if (estimator.traits or {}).get("critic") else None
-    _check_names(config)
-    _refuse_idle_fields(config, with_critic=critic is not None)
-    _refuse_idle_scale_factor("actor", config.actor.loss_scale_factor, actor)
-    if critic is not None:
-        _refuse_idle_scale_factor("critic", config.critic.loss_scale_factor, critic)
-    warnings = _warnings(config, actor)
-    if config.strict and warnings:
-        raise ConfigError("strict=true: " + "; ".join(warnings))
-    return Resolved(
+    actor = _actor_settings(config, loss.loss_agg_mode, correction.denominator)
+    critic = _critic_settings(config, actor) if estimator.critic else None
+    _check_names(config, actor)
+    resolved = Resolved(
         config=config,
         data_parallel_size=data_parallel_size,
         trajectories=config.data.train_batch_size * config.rollout.n,
-        estimator=estimator.bind(config.algorithm.adv_options, "algorithm.adv_options"),
-        policy_loss=loss.bind(loss_knobs, "actor.policy_loss"),
+        estimator=estimator,
+        policy_loss=loss,
+        correction=correction,
         reward=reward.bind(config.reward.options, "reward.options"),
         actor=actor,
         critic=critic,
-        warnings=warnings,
+        warnings=find_warnings(config, estimator, actor),
     )
+    refuse_idle_fields(resolved)
+    if config.strict and resolved.warnings:
+        raise ConfigError("strict=true: " + "; ".join(resolved.warnings))
+    return resolved
+
+
+def _policy_loss(given: dict[str, Any], correction: RolloutCorrectionConfig) -> PolicyLoss:
+    """The loss by name, or the one that bypass mode chooses: old := rollout takes effect from one place."""
+    knobs, where = dict(given), "actor.policy_loss"
+    mode = knobs.pop("loss_mode", None)
+    if not correction.bypass_mode:
+        if mode == "bypass_mode":
+            raise ConfigError(
+                f"{where}.loss_mode=bypass_mode: set algorithm.rollout_correction.bypass_mode=true instead"
+            )
+        return policy_loss(mode or "vanilla", knobs, where)
+    if mode not in (None, "bypass_mode"):
+        raise ConfigError(
+            f"{where}.loss_mode={mode} contradicts algorithm.rollout_correction.bypass_mode=true, which chooses the"
+            " loss by its loss_type; unset one of them"
+        )
+    if "loss_type" in knobs:
+        raise ConfigError(f"{where}.loss_type: set algorithm.rollout_correction.loss_type instead")
+    if knobs and correction.loss_type == "reinforce":
+        raise ConfigError(f"{where}.{next(iter(knobs))}: reinforce, the loss_type of bypass mode, reads no knobs")
+    return policy_loss("bypass_mode", {**knobs, "loss_type": correction.loss_type}, where)
 
 
 def _limit(where: str, by_tokens: bool, trajectories: int | None, tokens: int | None) -> MicroBatchLimit:
@@ -109,7 +157,7 @@ def _first_given(*values: float | None) -> float:
     return next(value for value in values if value is not None)
 
 
-def _actor_settings(config: Config, paper_mode: str) -> UpdateSettings:
+def _actor_settings(config: Config, paper_mode: str, denominator: str) -> UpdateSettings:
     actor = config.actor
     limit, infer_limit = _limits(
         "actor", actor, actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu
@@ -122,6 +170,7 @@ def _actor_settings(config: Config, paper_mode: str) -> UpdateSettings:
         infer_limit=infer_limit,
         loss_agg_mode=actor.loss_agg_mode or paper_mode,
         norm=_first_given(actor.loss_scale_factor, config.data.max_response_length),
+        denominator=denominator,
     )
 
 
@@ -142,73 +191,17 @@ def _critic_settings(config: Config, actor: UpdateSettings) -> UpdateSettings:
         infer_limit=infer_limit,
         loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
         norm=_first_given(critic.loss_scale_factor, actor.norm),
+        denominator=actor.denominator,
     )
 
 
-def _check_names(config: Config) -> None:
+def _check_names(config: Config, actor: UpdateSettings) -> None:
     """Look up what is otherwise looked up only when it is used."""
-    for mode in (config.actor.loss_agg_mode, config.critic.loss_agg_mode):
+    for mode in (actor.loss_agg_mode, config.critic.loss_agg_mode):
         if mode is not None:
             AGGREGATIONS.get(mode)
-    KL_FORMS.get(config.actor.kl_loss_type.removesuffix("+"))
-    KL_FORMS.get(config.algorithm.kl_penalty.removesuffix("+"))
+    check_kl_form(config.actor.kl_loss_type, "actor.kl_loss_type")
+    check_kl_form(config.algorithm.kl_penalty, "algorithm.kl_penalty")
     for where, source in (("data.train", config.data.train), ("data.val", config.data.val)):
         if source.generator:
             GENERATORS.get(source.generator).configure(source.options, f"{where}.options")
-
-
-def _refuse_idle_fields(config: Config, with_critic: bool) -> None:
-    """A field that differs from its default but would not be read is an error that says when it would be."""
-    default = Config()
-    idle: list[tuple[bool, str, str]] = [
-        (not with_critic, "critic", f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs no critic"),
-        (not config.need_reference, "ref", "neither actor.use_kl_loss nor algorithm.use_kl_in_reward is on"),
-        (not config.actor.use_kl_loss, "actor.kl_loss_coef", "actor.use_kl_loss is off"),
-        (not config.actor.use_kl_loss, "actor.kl_loss_type", "actor.use_kl_loss is off"),
-        (not config.algorithm.use_kl_in_reward, "algorithm.kl_penalty", "algorithm.use_kl_in_reward is off"),
-        (not config.algorithm.use_kl_in_reward, "algorithm.kl_ctrl", "algorithm.use_kl_in_reward is off"),
-        (config.algorithm.kl_ctrl.type == "fixed", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.type is fixed"),
-        (config.algorithm.kl_ctrl.type == "fixed", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.type is fixed"),
-        (not config.data.val.given, "trainer.test_freq", "data.val is not given"),
-        (not config.data.val.given, "trainer.val_before_train", "data.val is not given"),
-    ]
-    for unread, path, reason in idle:
-        if unread and _at(config, path) != _at(default, path):
-            raise ConfigError(f"{path} is set but would have no effect: {reason}; unset it or change that")
-
-
-def _refuse_idle_scale_factor(role: str, given: float | None, settings: UpdateSettings) -> None:
-    if given is not None and settings.loss_agg_mode != "seq-mean-token-sum-norm":
-        raise ConfigError(
-            f"{role}.loss_scale_factor is set but {role}.loss_agg_mode is {settings.loss_agg_mode}, which does not"
-            " read it; unset it"
-        )
-
-
-def _at(config: Any, path: str) -> Any:
-    for name in path.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def _warnings(config: Config, actor: UpdateSettings) -> list[str]:
-    found = []
-    if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
-        found.append(
-            f"both KL paths are on: actor.kl_loss_coef={config.actor.kl_loss_coef} in the loss and"
-            f" algorithm.kl_ctrl.kl_coef={config.algorithm.kl_ctrl.kl_coef} in the reward add up"
-        )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if actor.limit.tokens is not None and actor.limit.tokens < longest:
-        found.append(
-            f"actor.ppo_max_token_len_per_gpu={actor.limit.tokens} is less than data.max_prompt_length +"
-            f" data.max_response_length = {longest}: a longer trajectory will stop the run"
-        )
-    if actor.mini_batch_size > config.data.train_batch_size * config.rollout.n:
-        found.append(
-            f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size} is more than data.train_batch_size="
-            f"{config.data.train_batch_size}: one optimizer step takes the whole batch"
-        )
-    if config.algorithm.adv_estimator == "grpo" and config.rollout.n == 1:
-        found.append("grpo with rollout.n=1 has groups of one, which keep their raw score as advantage")
-    return found

@@ -6,12 +6,13 @@ from torch import Tensor
 from mppo.algorithm.statistics import Ratio, add_up
 from mppo.batch.plan import MicroBatchLimit
 from mppo.config import OptimConfig
+from mppo.errors import TrainingError
 from mppo.megatron import platform
-from mppo.megatron.collectives import from_last_stage, reduce_statistics
+from mppo.megatron.collectives import from_last_stage, gather_from_all, reduce_statistics
 from mppo.megatron.model import wrap_for_training
-from mppo.megatron.objectives import ForwardPass
+from mppo.megatron.objectives import NOT_FINITE, ForwardPass, Objective
 from mppo.megatron.optimizer import Optimizer
-from mppo.megatron.schedule import Objective, run_schedule
+from mppo.megatron.schedule import output_weight, run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, micro_batches
 
@@ -22,19 +23,32 @@ class Role:
     def __init__(self, chunks: list[torch.nn.Module], topology: Topology):
         self.chunks, self.topology = chunks, topology
 
-    def forward(self, batch: StepBatch, limit: MicroBatchLimit, closure: ForwardPass) -> dict[str, Tensor]:
-        """Run this replica's trajectories through the schedule.
+    def forward(
+        self, batch: StepBatch, limit: MicroBatchLimit, closure: ForwardPass, indices: list[int] | None = None
+    ) -> dict[str, Tensor | None]:
+        """Run this replica's part of the trajectories `indices` (None: of all) through the schedule.
 
-        Returns `[T]` float32 vectors, 0 outside the actions, on every pipeline stage.
+        Returns `[T]` float32 vectors, 0 outside the actions, on every pipeline stage; hidden states `[T, H]` stay on
+        the last one, and are None elsewhere.
         """
-        pieces = micro_batches(batch, list(range(len(batch.table))), limit, self.topology)
+        indices = list(range(len(batch.table))) if indices is None else indices
+        pieces = micro_batches(batch, indices, limit, self.topology)
         outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)
         like = torch.zeros(len(batch.packed))
-        gathered = {}
+        gathered: dict[str, Tensor | None] = {}
         for name in closure.names:
             local = batch.packed.gather_back([o["origin"] for o in outputs], [o[name] for o in outputs])
-            gathered[name] = from_last_stage(local, like, self.topology)
+            if name == "hidden":
+                gathered[name] = local if self.topology.is_last_stage else None
+            else:
+                gathered[name] = from_last_stage(local, like, self.topology)
         return gathered
+
+    def output_weight(self) -> Tensor | None:
+        """`[V/tp, H]`: this rank's rows of the output projection, on the device; None but on the last stage."""
+        if not self.topology.is_last_stage:
+            return None
+        return output_weight(self.chunks[-1]).detach().to(platform.device())
 
 
 class ReferenceRole(Role):
@@ -47,10 +61,12 @@ class ReferenceRole(Role):
             chunk.requires_grad_(False)
         self._rest()
 
-    def forward(self, batch: StepBatch, limit: MicroBatchLimit, closure: ForwardPass) -> dict[str, Tensor]:
+    def forward(
+        self, batch: StepBatch, limit: MicroBatchLimit, closure: ForwardPass, indices: list[int] | None = None
+    ) -> dict[str, Tensor | None]:
         for chunk in self.chunks:
             chunk.to(platform.device())
-        result = super().forward(batch, limit, closure)
+        result = super().forward(batch, limit, closure, indices)
         self._rest()
         return result
 
@@ -71,8 +87,23 @@ class TrainableRole(Role):
         """One optimizer step: zero, forward and backward of all micro-batches, step.
 
         Returns metrics over the global mini-batch, and the gradient norm and learning rate. Raises TrainingError, on
-        every rank, when the gradient is not finite.
+        every rank and before the step, when a token loss or the gradient is not finite.
         """
         self.optimizer.zero_grad()
         statistics = run_schedule(self.chunks, mini_batch.micro_batches, objective)
-        return reduce_statistics(add_up(statistics), self.topology), self.optimizer.step()
+        metrics = reduce_statistics(add_up(statistics), self.topology)
+        self._refuse_broken_losses(int(metrics.pop(objective.prefix + NOT_FINITE).value), objective)
+        return metrics, self.optimizer.step()
+
+    @staticmethod
+    def _refuse_broken_losses(tokens: int, objective: Objective) -> None:
+        """`tokens` are those of all ranks, so that all ranks come here or none."""
+        if tokens:
+            where = sorted({i for indices in gather_from_all(objective.offenders.indices()) for i in indices})
+            shown = ", ".join(map(str, where[:8])) + (", ..." if len(where) > 8 else "")
+            error = TrainingError(
+                f"{objective.name} is not finite for {tokens} tokens of the mini-batch, in trajectories {shown};"
+                " no step was made"
+            )
+            error.on_every_rank = True
+            raise error

@@ -1,38 +1,44 @@
 """The training loop and the nine steps of one training step."""
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from time import perf_counter
 
 import torch
 
-from mppo.algorithm.advantages import AdvantageInputs
+from mppo.algorithm.advantages.groups import groups_of_one
 from mppo.algorithm.diagnostics import explained_variance
-from mppo.algorithm.kl import KLController, kl_penalty
+from mppo.algorithm.kl import FULL, KLController, kl_penalty
+from mppo.algorithm.rollout_correction import CorrectionInputs, correct
 from mppo.batch.plan import check_budget
+from mppo.batch.trajectory import Trajectory
 from mppo.errors import DataError, RewardError
 from mppo.megatron import platform
-from mppo.megatron.collectives import fail_together, gather_from_all, sum_over_data_parallel
-from mppo.megatron.objectives import LogProbPass, PolicyObjective, ValueObjective, ValuePass
-from mppo.rollout.engine import Request
+from mppo.megatron.collectives import data_parallel_reduction, fail_together, gather_from_all
+from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
+from mppo.rollout.engine import Request, SamplingParams
 from mppo.rollout.rewards import score
 from mppo.trainer.assemble import Parts
-from mppo.trainer.batches import StepBatch, balance, mini_batches
+from mppo.trainer.batches import StepBatch, balance, cut_mini_batch, mini_batch_indices
+from mppo.trainer.collecting import greedy_rewards, select_groups, values_of_groups
 from mppo.trainer.metrics import MeanOverUpdates, batch_metrics, trajectory_metrics
+from mppo.trainer.preparation import Preparation, advantage_inputs
 from mppo.trainer.replay import ReplayBuffer, Rollout
 from mppo.trainer.reporter import SampleLine
+from mppo.trainer.shaping import RunningMoments, add_to_outcomes, shape_outcomes, shaping_metrics, without_truncated
 from mppo.weights.transfer import save_hf
 
 
 def named_step(method: Callable) -> Callable:
-    """Time a step of training (`time/<name>`, seconds) and show it to the profiler under its name."""
+    """Time a step of training (`time/<name>`, seconds, all its calls) and show it to the profiler under its name."""
 
     @wraps(method)
     def wrapper(self, *args):
         start = perf_counter()
         with platform.named_range(method.__name__):
             result = method(self, *args)
-        self.metrics[f"time/{method.__name__}"] = perf_counter() - start
+        name = f"time/{method.__name__}"
+        self.metrics[name] = self.metrics.get(name, 0.0) + perf_counter() - start
         return result
 
     return wrapper
@@ -50,7 +56,12 @@ class Trainer:
         self.kl_controller = KLController(
             control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon
         )
-        self.reduce_sum = partial(sum_over_data_parallel, topology=self.topology)
+        self.reduction = data_parallel_reduction(self.topology)
+        self.moments = RunningMoments()
+        self.batches_drawn = 0
+        """Batches of prompts that the run has asked for; with dynamic sampling a step may ask for several."""
+        self.preparation = Preparation(self.resolved, parts.actor, parts.head, self.reduction)
+        self._warned: set[str] = set()
 
     def train(self) -> dict[str, float]:
         """Run to the last step; returns the accuracy on held-out prompts before and after (`before`, `after`).
@@ -91,36 +102,61 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """One training step: rollout, nine steps, and the new weights to the engine."""
         self.metrics = {}
-        with fail_together():
-            self.rollout(step)
-
-            rollout = self.sample()
-            accuracies = self.reward(rollout)
-        batch = self.balance(rollout, accuracies, step)
+        rollout = self.collect(step)
+        batch = self.balance(rollout, step)
         batch = self.old_log_probs(batch)
         batch = self.ref_log_probs(batch)
         batch = self.values(batch)
         batch = self.advantages(batch)
         self.update_critic(batch)
-        self.update_actor(batch)
+        if step >= self.config.trainer.critic_warmup:
+            self.update_actor(batch)
 
         self.sync_weights(step + 1)
 
+    def collect(self, step: int) -> Rollout:
+        """Fill the replay buffer, then steps 1 and 2; with dynamic sampling again, until enough groups have signal."""
+        filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        collected = Rollout([], {})
+        for attempt in range(filtering.max_num_gen_batches if filtering.enable else 1):
+            with fail_together():
+                self.rollout(step, attempt)
+
+                rollout = self.sample()
+                self.reward(rollout)
+            collected = collected + rollout
+            if filtering.enable:
+                selection = select_groups(values_of_groups(collected, filtering.metric), wanted)
+                self.metrics |= selection.metrics(attempt + 1)
+                if not selection.used_without_signal:
+                    break
+        return collected.of_groups(set(selection.chosen)) if filtering.enable else collected
+
     @named_step
-    def rollout(self, step: int) -> None:
-        """Answer this rank's share of the step's requests into the replay buffer."""
-        data, rollout = self.config.data, self.config.rollout
-        seed = self.config.trainer.seed
-        prompts = self.parts.train_prompts.draw(step, data.train_batch_size, seed if data.shuffle else None)
+    def rollout(self, step: int, attempt: int) -> None:
+        """Answer this rank's share of a batch of prompts into the replay buffer."""
+        data, n, seed = self.config.data, self.config.rollout.n, self.config.trainer.seed
+        drawn = self.parts.train_prompts.draw(self.batches_drawn, data.train_batch_size, seed if data.shuffle else None)
+        self.batches_drawn += 1
+        prompts = dict(enumerate(drawn, start=attempt * data.train_batch_size))
         requests = [
-            Request(group * rollout.n + sample, group, prompt.ids, (seed, step, group, sample))
-            for group, prompt in enumerate(prompts)
-            for sample in range(rollout.n)
+            Request(group * n + sample, group, prompt.ids, (seed, step, group, sample))
+            for group, prompt in prompts.items()
+            for sample in range(n)
         ]
-        trajectories = self.parts.engine.generate(self._share(requests), self.parts.sampling)
+        trajectories = self._generate(requests, self.parts.sampling)
+        greedy = []
+        if self.resolved.estimator.greedy_baseline:
+            requests = [Request(group, group, prompt.ids, (seed, step, group)) for group, prompt in prompts.items()]
+            greedy = self._generate(requests, self.parts.greedy)
+        self.buffer.add(Rollout(trajectories, prompts, greedy))
+
+    def _generate(self, requests: list[Request], sampling: SamplingParams) -> list[Trajectory]:
+        """This rank's share of the answers."""
+        trajectories = self.parts.engine.generate(self._share(requests), sampling)
         for trajectory in trajectories:
             trajectory.validate(self.parts.model.config.vocab_size)
-        self.buffer.add(Rollout(trajectories, dict(enumerate(prompts))))
+        return trajectories
 
     def _share(self, requests: list[Request]) -> list[Request]:
         return requests[self.topology.rank :: torch.distributed.get_world_size()]
@@ -131,19 +167,20 @@ class Trainer:
         return self.buffer.sample()
 
     @named_step
-    def reward(self, rollout: Rollout) -> list[float]:
-        """Step 2: give every trajectory its reward; returns accuracies. Samples are written even if it fails."""
+    def reward(self, rollout: Rollout) -> None:
+        """Step 2: give every trajectory its reward and accuracy. Samples are written even if it fails."""
         tokenizer, shown = self.parts.model.tokenizer, rollout.trajectories[: self.config.trainer.samples_per_step]
         try:
-            return score(self.resolved.reward, rollout.trajectories, rollout.prompts, tokenizer)
+            score(self.resolved.reward, rollout.trajectories + rollout.greedy, rollout.prompts, tokenizer)
         finally:
             self.parts.reporter.samples([SampleLine.of(t, rollout.prompts[t.group], tokenizer) for t in shown])
 
     @named_step
-    def balance(self, rollout: Rollout, accuracies: list[float], step: int) -> StepBatch:
+    def balance(self, rollout: Rollout, step: int) -> StepBatch:
         """Step 3: bring every trajectory to the data-parallel rank that will train it, and pack."""
         hidden = self.parts.model.config.hidden_size
-        batch = balance(rollout.trajectories, accuracies, self.resolved.actor, hidden, step, self.topology)
+        baselines = greedy_rewards(rollout) if self.resolved.estimator.greedy_baseline else None
+        batch = balance(rollout.trajectories, self.resolved.actor, hidden, step, self.topology, baselines)
         for index, length in enumerate(batch.table.lengths):
             for limit in self.resolved.limits:  # before any pass of the step, and on every rank alike
                 check_budget(index, length, limit)
@@ -152,17 +189,44 @@ class Trainer:
 
     @named_step
     def old_log_probs(self, batch: StepBatch) -> StepBatch:
-        """Step 4: the PPO anchor, under the weights before any update of this step."""
-        output = self.parts.actor.forward(batch, self.resolved.actor.infer_limit, LogProbPass(self.parts.head))
-        return batch.with_fields(old_log_probs=output["log_probs"])
+        """Step 4: the PPO anchor, under the weights before any update of this step; in bypass mode the rollout's."""
+        algorithm, bypass = self.config.algorithm, self.resolved.correction.bypass_mode
+        wanted = {
+            "log_probs": not bypass,
+            "sum_pi_squared": self.resolved.estimator.sum_pi_squared,
+            "hidden": algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL,
+        }
+        names = tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        output = {}
+        if names:
+            limit = self.resolved.actor.infer_limit
+            output = self.parts.actor.forward(batch, limit, LogProbPass(self.parts.head, names))
+        return batch.with_fields(
+            old_log_probs=output.get("log_probs", batch.packed.rollout_log_probs),
+            sum_pi_squared=output.get("sum_pi_squared"),
+            old_hidden=output.get("hidden"),
+        )
 
     @named_step
     def ref_log_probs(self, batch: StepBatch) -> StepBatch:
         """Step 5: the frozen reference, where either KL path is on."""
         if self.parts.reference is None:
             return batch
-        output = self.parts.reference.forward(batch, self.resolved.actor.infer_limit, LogProbPass(self.parts.head))
-        return batch.with_fields(ref_log_probs=output["log_probs"])
+        actor, algorithm = self.config.actor, self.config.algorithm
+        names, weight = ["log_probs"], None
+        if actor.use_kl_loss and actor.kl_loss_type == FULL:
+            names.append("hidden")
+        if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL:
+            names.append("full_kl")
+            weight = self.parts.actor.output_weight()
+        closure = ReferencePass(self.parts.head, tuple(names), weight)
+        output = self.parts.reference.forward(batch, self.resolved.actor.infer_limit, closure)
+        return batch.with_fields(
+            ref_log_probs=output["log_probs"],
+            ref_hidden=output.get("hidden"),
+            full_kl=output.get("full_kl"),
+            old_hidden=None,
+        )
 
     @named_step
     def values(self, batch: StepBatch) -> StepBatch:
@@ -174,29 +238,52 @@ class Trainer:
 
     @named_step
     def advantages(self, batch: StepBatch) -> StepBatch:
-        """Step 7: shape the rewards, then estimate advantages and returns."""
+        """Step 7: correct for the rollout's policy, shape the rewards, then estimate advantages and returns."""
+        batch = self._correct(batch)
+        batch = self._shape(batch)
         if self.config.algorithm.use_kl_in_reward:
             batch = self._penalise(batch)
-        packed = batch.packed
-        result = self.resolved.estimator(
-            AdvantageInputs(
-                rewards=packed.rewards,
-                mask=packed.mask,
-                kept=packed.kept,
-                segments=packed.segments,
-                groups=packed.groups,
-                num_groups=max(batch.table.groups) + 1,
-                values=packed.values,
-                reduce_sum=self.reduce_sum,
-            )
-        )
+        inputs = advantage_inputs(batch, self.reduction)
+        result = self.resolved.estimator(inputs)
         batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
-        self.metrics |= batch_metrics(batch.packed, self.reduce_sum)
+        self.metrics |= batch_metrics(batch.packed, self.reduction)
+        if self.resolved.estimator.groups:
+            self._count_groups_of_one(groups_of_one(inputs))
         if self.parts.critic is not None:
             self.metrics["critic/explained_variance"] = explained_variance(
-                packed.values, result.returns, packed.training, self.reduce_sum
+                batch.packed.values, result.returns, batch.packed.training, self.reduction
             )
         return batch
+
+    def _correct(self, batch: StepBatch) -> StepBatch:
+        """Mask answers that were cut off; decoupled, weigh and reject by the anchor against the rollout's policy.
+
+        In bypass mode that follows for each mini-batch, by the current policy.
+        """
+        if self.config.algorithm.overlong_masking:
+            kept = without_truncated(batch.packed, batch.table.truncated)
+            batch = batch.keeping(kept, self.reduction)
+        correction, packed = self.resolved.correction, batch.packed
+        if correction.bypass_mode:
+            return batch
+        inputs = CorrectionInputs(
+            packed.old_log_probs, packed.rollout_log_probs, packed.training, packed.segments, self.reduction
+        )
+        result = correct(inputs, correction)
+        self.metrics |= result.metrics
+        if correction.rollout_rs is not None:
+            batch = batch.keeping(result.kept, self.reduction)
+        return batch.with_fields(rollout_is_weights=result.weights)
+
+    def _shape(self, batch: StepBatch) -> StepBatch:
+        """Length penalty, normalisation and clip of the outcomes."""
+        reward, table = self.config.reward, batch.table
+        if not reward.shapes:
+            return batch
+        shaped = shape_outcomes(table, reward, self.config.data.max_response_length, self.moments)
+        self.metrics |= shaping_metrics(shaped, reward, self.moments)
+        changes = [after - before for after, before in zip(shaped, table.outcomes, strict=True)]
+        return batch.with_fields(rewards=add_to_outcomes(batch.packed, changes))
 
     def _penalise(self, batch: StepBatch) -> StepBatch:
         """Reward-side KL: subtract `beta * KL(old, ref)` from each action's reward, then steer beta.
@@ -204,23 +291,35 @@ class Trainer:
         The statistic is the mean over non-empty trajectories of their mean over actions (decisions: KL statistic).
         """
         packed, beta = batch.packed, self.kl_controller.coefficient
-        kl = kl_penalty(packed.old_log_probs, packed.ref_log_probs, self.config.algorithm.kl_penalty)
+        kl = packed.full_kl
+        if kl is None:
+            kl = kl_penalty(packed.old_log_probs, packed.ref_log_probs, self.config.algorithm.kl_penalty)
         kl = torch.where(packed.mask, kl, 0.0)
         trains = packed.segments.lengths(packed.training) > 0
         means = packed.segments.mean(kl.double(), packed.training)
-        total, count = self.reduce_sum(torch.stack([means[trains].sum(), trains.sum().double()])).tolist()
+        total, count = self.reduction.sum(torch.stack([means[trains].sum(), trains.sum().double()])).tolist()
         current = total / max(count, 1.0)
         self.metrics |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
         self.kl_controller.update(current, int(count))
         return batch.with_fields(rewards=packed.rewards - beta * kl)
+
+    def _count_groups_of_one(self, count: int) -> None:
+        self.metrics["advantage/groups_of_one"] = float(count)
+        if count and "groups of one" not in self._warned and self.config.rollout.n > 1:
+            self._warned.add("groups of one")
+            self.parts.reporter.note(
+                f"warning: {count} groups are left with one answer that trains; its advantage is its raw score"
+                " (advantage/groups_of_one counts them)"
+            )
 
     @named_step
     def update_critic(self, batch: StepBatch) -> None:
         """Step 8: epochs of mini-batches on the critic, where there is one."""
         if self.parts.critic is None:
             return
-        mean = MeanOverUpdates("critic/")
-        for mini_batch in mini_batches(batch, self.resolved.critic, self.config.trainer.seed, self.topology):
+        settings, mean = self.resolved.critic, MeanOverUpdates("critic/")
+        for indices in mini_batch_indices(batch, settings, self.config.trainer.seed):
+            mini_batch = cut_mini_batch(batch, indices, settings, self.topology)
             objective = ValueObjective(self.config.critic.cliprange_value, mini_batch.actions)
             mean.add(*self.parts.critic.update(mini_batch, objective))
         self.metrics |= mean.metrics()
@@ -228,22 +327,18 @@ class Trainer:
     @named_step
     def update_actor(self, batch: StepBatch) -> None:
         """Step 9: epochs of mini-batches on the actor."""
-        actor = self.config.actor
-        mean = MeanOverUpdates("actor/")
-        for mini_batch in mini_batches(batch, self.resolved.actor, self.config.trainer.seed, self.topology):
-            objective = PolicyObjective(
-                head=self.parts.head,
-                policy_loss=self.resolved.policy_loss,
-                actions=mini_batch.actions,
-                entropy_coeff=actor.entropy_coeff,
-                report_entropy=actor.calculate_entropy,
-                kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
-                kl_loss_type=actor.kl_loss_type,
-            )
-            mean.add(*self.parts.actor.update(mini_batch, objective))
+        settings, terms, mean = self.resolved.actor, self.resolved.terms, MeanOverUpdates("actor/")
+        reference_weight = None
+        if terms.uses_full_kl:
+            reference_weight = self.parts.reference.output_weight()
+        for number, indices in enumerate(mini_batch_indices(batch, settings, self.config.trainer.seed)):
+            prepared, metrics = self.preparation.prepare(batch, indices, number)
+            mini_batch = cut_mini_batch(prepared, indices, settings, self.topology)
+            objective = PolicyObjective(self.parts.head, terms, mini_batch.actions, reference_weight)
+            mean.add(*self.parts.actor.update(mini_batch, objective), metrics)
         self.metrics |= mean.metrics()
-        if actor.use_kl_loss:
-            self.metrics["actor/kl_coef"] = actor.kl_loss_coef
+        if terms.kl_loss_coef is not None:
+            self.metrics["actor/kl_coef"] = terms.kl_loss_coef
 
     @named_step
     def sync_weights(self, version: int) -> None:
@@ -257,10 +352,11 @@ class Trainer:
         requests = [Request(i, i, prompt.ids, (0, i)) for i, prompt in prompts.items()]
         trajectories = self.parts.engine.generate(self._share(requests), self.parts.greedy)
         with fail_together():
-            accuracies = score(self.resolved.reward, trajectories, prompts, self.parts.model.tokenizer)
-        everywhere = gather_from_all((accuracies, [t.reward for t in trajectories]))
-        accuracies = [a for part, _ in everywhere for a in part]
-        rewards = [r for _, part in everywhere for r in part]
+            score(self.resolved.reward, trajectories, prompts, self.parts.model.tokenizer)
+        everywhere = [
+            line for lines in gather_from_all([(t.accuracy, t.reward) for t in trajectories]) for line in lines
+        ]
+        accuracies, rewards = ([line[i] for line in everywhere] for i in (0, 1))
         accuracy = sum(accuracies) / len(accuracies)
         self.parts.reporter.validation(step, {"val/accuracy": accuracy, "val/reward": sum(rewards) / len(rewards)})
         return accuracy

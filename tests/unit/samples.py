@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.segments import Segments
 from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.trajectory import Trajectory
@@ -57,6 +58,25 @@ def vectors(*shape: int) -> st.SearchStrategy[Tensor]:
     return st.integers(0, 2**32 - 1).map(fill)
 
 
+def normals(*shape: int) -> st.SearchStrategy[Tensor]:
+    """From the normal distribution in float64: no ties, and no number on the edge of a clip."""
+
+    def fill(seed: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+
+    return st.integers(0, 2**32 - 1).map(fill)
+
+
+def assignments(items: int, holders: int = 3) -> st.SearchStrategy[list[int]]:
+    """Who of `holders` has each item; one may have nothing."""
+    return st.lists(st.integers(0, holders - 1), min_size=items, max_size=items)
+
+
+def held_by(assignment: list[int], holders: int = 3) -> list[list[int]]:
+    """The items of each holder."""
+    return [[item for item, owner in enumerate(assignment) if owner == holder] for holder in range(holders)]
+
+
 def packed_batches(**sizes: int) -> st.SearchStrategy[PackedBatch]:
     return batches(**sizes).map(pack)
 
@@ -66,20 +86,42 @@ def masked_sum(loss: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
     return (torch.where(mask, loss, 0.0) * weights).sum()
 
 
-def over_parts(parts: list[Any], compute: Callable[[Any, Callable[[Tensor], Tensor]], Any]) -> list[Any]:
-    """`compute(part, reduce_sum)` for all parts of a batch at once, where `reduce_sum` adds up over the parts."""
-    terms: list[Tensor | None] = [None] * len(parts)
-    arrived, read = (Barrier(len(parts), timeout=30) for _ in range(2))
+class Exchange:
+    """What ranks, here threads, tell each other: each hands a tensor in and reads those of all."""
+
+    def __init__(self, ranks: int):
+        self.handed_in: list[Tensor | None] = [None] * ranks
+        self.barrier = Barrier(ranks, timeout=30)
+
+    def all(self, rank: int, x: Tensor) -> list[Tensor]:
+        self.handed_in[rank] = x
+        self.barrier.wait()
+        everything = list(self.handed_in)
+        self.barrier.wait()
+        return everything
+
+    def reduction(self, rank: int) -> Reduction:
+        return Reduction(
+            sum=lambda x: torch.stack(self.all(rank, x)).sum(0),
+            max=lambda x: torch.stack(self.all(rank, x)).amax(0),
+            gather=lambda x: torch.cat(self.all(rank, x)),
+        )
+
+
+def over_parts(parts: list[Any], compute: Callable[[Any, Reduction], Any]) -> list[Any]:
+    """`compute(part, reduction)` for all parts of a batch at once, where `reduction` is over the parts."""
+    exchange = Exchange(len(parts))
 
     def run(rank: int) -> Any:
-        def reduce_sum(x: Tensor) -> Tensor:
-            terms[rank] = x
-            arrived.wait()
-            total = torch.stack(terms).sum(0)
-            read.wait()
-            return total
-
-        return compute(parts[rank], reduce_sum)
+        try:
+            return compute(parts[rank], exchange.reduction(rank))
+        except Exception:
+            exchange.barrier.abort()
+            raise
 
     with ThreadPoolExecutor(len(parts)) as pool:
-        return list(pool.map(run, range(len(parts))))
+        futures = [pool.submit(run, rank) for rank in range(len(parts))]
+    errors = [future.exception() for future in futures]
+    for error in sorted(filter(None, errors), key=lambda error: isinstance(error, BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]

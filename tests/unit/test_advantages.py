@@ -1,34 +1,40 @@
+"""Estimators over tokens, and what holds for every estimator."""
+
+import math
 from dataclasses import replace
+from statistics import mean, variance
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mppo.algorithm.advantages import ESTIMATORS, AdvantageInputs
-from mppo.algorithm.advantages.base import discounted_suffix_sum, no_reduction, whiten
+from mppo.algorithm.advantages import ESTIMATORS, Advantages, Estimator, estimator
+from mppo.algorithm.advantages.tokens import discounted_suffix_sum, rewards_to_go, segment_cumsum, whiten
+from mppo.algorithm.reduction import WHOLE
 from mppo.errors import ConfigError
-from tests.unit.samples import over_parts, packed_batches, segments_of, vectors
+from tests.unit.advantage_cases import advantage_batches, estimate, outcomes, part_of
+from tests.unit.samples import assignments, held_by, normals, over_parts, packed_batches, vectors
 
 pytestmark = pytest.mark.unit
 
-
-def estimate(name, x, **knobs):
-    return ESTIMATORS.get(name).bind(knobs, "algorithm.adv_options")(x)
-
-
-def inputs_of(batch, rewards, values=None, reduce_sum=no_reduction):
-    """Groups of two, as in `samples.batches`."""
-    num_groups = int(batch.indices.max()) // 2 + 1
-    return AdvantageInputs(rewards, batch.mask, batch.segments, batch.groups, num_groups, values, reduce_sum)
+DISCOUNTS = st.sampled_from([0.0, 0.5, 0.95, 1.0])
+WHITENED = ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"]
+OF_RETURNS = ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"]
 
 
-def outcomes(scores, groups, mask=None):
-    """One action per trajectory, with this outcome."""
-    count = len(scores)
-    mask = torch.ones(count, dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
-    rewards = torch.tensor(scores, dtype=torch.double)
-    return AdvantageInputs(rewards, mask, segments_of(*[1] * count), torch.tensor(groups), max(groups) + 1)
+def rows_of(batch, *fields):
+    """The trajectories as lists, one list for each of the fields."""
+    return zip(*([row.tolist() for row in field.split(batch.lengths)] for field in fields), strict=True)
+
+
+def whitened(x, mask):
+    """By the definition, of a list."""
+    kept = [value for value, keep in zip(x, mask, strict=True) if keep]
+    if len(kept) < 2:
+        return [0.0] * len(x)
+    centre, scale = mean(kept), (variance(kept) + 1e-8) ** 0.5
+    return [(value - centre) / scale if keep else 0.0 for value, keep in zip(x, mask, strict=True)]
 
 
 def recursion(rewards, values, mask, gamma, lam):
@@ -42,41 +48,123 @@ def recursion(rewards, values, mask, gamma, lam):
     return result
 
 
-@given(st.data(), st.sampled_from([0.0, 0.5, 0.95, 1.0]), st.sampled_from([0.0, 0.9, 1.0]))
-def test_gae_is_the_recursion_over_the_actions_of_each_trajectory(data, gamma, lam):
-    batch = data.draw(packed_batches(max_length=12))
-    rewards, values = data.draw(vectors(2, len(batch)))
-    rows = [x.split(batch.lengths) for x in (rewards, values, batch.mask)]
-    raw = [a for row in zip(*rows, strict=True) for a in recursion(*(x.tolist() for x in row), gamma, lam)]
-    raw = torch.tensor(raw, dtype=torch.double)
-
-    result = estimate("gae", inputs_of(batch, rewards, values), gamma=gamma, lam=lam)
-    torch.testing.assert_close(result.returns, torch.where(batch.mask, raw + values, 0.0))
-    torch.testing.assert_close(result.advantages, whiten(raw, batch.mask, no_reduction), rtol=1e-6, atol=1e-6)
+@given(advantage_batches(max_length=12), DISCOUNTS, st.sampled_from([0.0, 0.9, 1.0]))
+def test_gae_is_the_recursion_over_the_actions_of_each_trajectory(drawn, gamma, lam):
+    batch, x = drawn
+    raw = [a for row in rows_of(batch, x.rewards, x.values, x.mask) for a in recursion(*row, gamma, lam)]
+    result = estimate("gae", x, gamma=gamma, lam=lam)
+    returns = torch.tensor(raw, dtype=torch.double) + torch.where(x.mask, x.values, 0.0)
+    torch.testing.assert_close(result.returns, returns)
+    assert result.advantages.tolist() == pytest.approx(whitened(raw, x.kept.tolist()), rel=1e-6, abs=1e-6)
 
 
-@given(st.data(), st.sampled_from([0.0, 0.9, 1.0]))
-def test_reinforce_plus_plus_is_monte_carlo_gae_without_a_critic(data, gamma):
-    batch = data.draw(packed_batches())
-    rewards = data.draw(vectors(len(batch)))
-    to_go = estimate("reinforce_plus_plus", inputs_of(batch, rewards), gamma=gamma)
-    expected = estimate("gae", inputs_of(batch, rewards, torch.zeros_like(rewards)), gamma=gamma, lam=1.0)
-    assert torch.equal(to_go.advantages, expected.advantages)
-    assert torch.equal(to_go.returns, expected.returns)
+def discounted(rewards, mask, gamma):
+    to_go, result = 0.0, [0.0] * len(mask)
+    for t in reversed(range(len(mask))):
+        if mask[t]:
+            result[t] = to_go = rewards[t] + gamma * to_go
+    return result
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
-@given(st.data())
-def test_estimators_of_returns_do_not_read_what_the_mask_hides(name, data):
-    batch = data.draw(packed_batches())
-    shown = data.draw(vectors(2, len(batch)))
-    hidden = torch.where(batch.mask, shown, torch.nan)
-    results = [estimate(name, inputs_of(batch, rewards, values)) for rewards, values in (shown, hidden)]
-    assert torch.equal(results[0].advantages, results[1].advantages)
-    assert torch.equal(results[0].returns, results[1].returns)
+@given(advantage_batches(), DISCOUNTS)
+def test_reinforce_plus_plus_whitens_discounted_rewards_to_go(drawn, gamma):
+    batch, x = drawn
+    returns = [value for row in rows_of(batch, x.rewards, x.mask) for value in discounted(*row, gamma)]
+    result = estimate("reinforce_plus_plus", x, gamma=gamma)
+    assert result.returns.tolist() == pytest.approx(returns)
+    assert result.advantages.tolist() == pytest.approx(whitened(returns, x.kept.tolist()), rel=1e-6, abs=1e-6)
 
 
-@given(st.lists(st.integers(0, 3), max_size=20).map(sorted), st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.data())
+@given(advantage_batches())
+def test_remax_takes_the_reward_of_the_greedy_answer_from_the_rewards_to_go(drawn):
+    batch, x = drawn
+    returns = [value for row in rows_of(batch, x.rewards, x.mask) for value in discounted(*row, 1.0)]
+    greedy = [b for b, length in zip(x.reward_baselines.tolist(), batch.lengths, strict=True) for _ in range(length)]
+    result = estimate("remax", x)
+    assert result.returns.tolist() == pytest.approx(returns)
+    expected = [(r - b) * k for r, b, k in zip(returns, greedy, x.kept.tolist(), strict=True)]
+    assert result.advantages.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names())
+@settings(max_examples=15)
+@given(advantage_batches(), st.data())
+def test_parts_of_a_batch_agree_with_the_whole(name, drawn, data):
+    """Data-parallel ranks hold unequal parts, groups are spread over them, one may hold nothing."""
+    batch, x = drawn
+    held = held_by(data.draw(assignments(len(batch.lengths))))
+    pieces = [batch.select(rows) for rows in held]
+    whole = estimate(name, x)
+    parts = over_parts(pieces, lambda piece, reduction: estimate(name, part_of(x, piece, reduction)))
+    for field in ("advantages", "returns"):
+        together = batch.gather_back([p.origin for p in pieces], [getattr(part, field) for part in parts])
+        torch.testing.assert_close(together, getattr(whole, field), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names())
+@settings(max_examples=15)
+@given(advantage_batches(), st.data())
+def test_trajectories_may_come_in_any_order(name, drawn, data):
+    batch, x = drawn
+    shuffled = batch.select(data.draw(st.permutations(range(len(batch.lengths)))))
+    result = estimate(name, part_of(x, shuffled))
+    back = batch.gather_back([shuffled.origin], [result.advantages])
+    torch.testing.assert_close(back, estimate(name, x).advantages, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names())
+@settings(max_examples=15)
+@given(advantage_batches())
+def test_only_actions_that_train_have_an_advantage(name, drawn):
+    _, x = drawn
+    advantages = estimate(name, x).advantages
+    assert (advantages[~x.kept] == 0).all()
+    assert advantages.dtype == x.rewards.dtype
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names())
+@settings(max_examples=15)
+@given(advantage_batches())
+def test_a_trajectory_that_is_rejected_whole_moves_no_other(name, drawn):
+    """The batch with it, and the batch without it."""
+    batch, x = drawn
+    last = x.segments.ids == len(batch.lengths) - 1
+    x = replace(x, kept=x.kept & ~last, rewards=torch.where(last & x.mask, 100.0, x.rewards))
+    others = batch.select(range(len(batch.lengths) - 1))
+    without = replace(part_of(x, others), num_trajectories=len(others.lengths))
+    expected = estimate(name, without).advantages
+    torch.testing.assert_close(estimate(name, x).advantages[others.origin], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OF_RETURNS)
+@given(advantage_batches())
+def test_rejection_changes_no_return(name, drawn):
+    """A reward at a rejected action still counts for the actions before it."""
+    _, x = drawn
+    assert torch.equal(estimate(name, x).returns, estimate(name, replace(x, kept=None)).returns)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
+@given(advantage_batches(), st.sampled_from([1e6, math.nan]))
+def test_estimators_of_returns_do_not_read_what_the_mask_hides(name, drawn, garbage):
+    _, shown = drawn
+    fields = {f: torch.where(shown.mask, getattr(shown, f), garbage) for f in ("rewards", "values")}
+    here, there = estimate(name, shown), estimate(name, replace(shown, **fields))
+    assert torch.equal(here.advantages, there.advantages)
+    assert torch.equal(here.returns, there.returns)
+
+
+@pytest.mark.parametrize("name", WHITENED)
+@given(advantage_batches())
+def test_whitened_advantages_have_mean_0_and_variance_1_over_what_trains(name, drawn):
+    _, x = drawn
+    kept = estimate(name, x).advantages[x.kept].tolist()
+    assert sum(kept) == pytest.approx(0, abs=1e-9)
+    if len(kept) > 1 and max(kept) - min(kept) > 0.1:
+        assert variance(kept) == pytest.approx(1, rel=1e-3)
+
+
+@given(st.lists(st.integers(0, 3), max_size=20).map(sorted), DISCOUNTS, st.data())
 def test_the_suffix_sum_is_the_loop(ids, discount, data):
     x = data.draw(vectors(len(ids)))
     expected = x.tolist()
@@ -86,92 +174,66 @@ def test_the_suffix_sum_is_the_loop(ids, discount, data):
     assert summed.tolist() == pytest.approx(expected)
 
 
+@given(st.lists(st.integers(0, 3), max_size=20).map(sorted), st.data())
+def test_the_running_sum_is_the_loop(ids, data):
+    x = data.draw(vectors(len(ids)))
+    expected = x.tolist()
+    for t in range(1, len(ids)):
+        expected[t] += expected[t - 1] * (ids[t] == ids[t - 1])
+    assert segment_cumsum(x, torch.tensor(ids, dtype=torch.long)).tolist() == pytest.approx(expected)
+
+
+def test_rewards_to_go_step_over_what_is_no_action():
+    rewards, mask = torch.tensor([1.0, 50.0, 4.0, 7.0, 2.0]), torch.tensor([True, False, True, False, True])
+    to_go = rewards_to_go(rewards, mask, torch.tensor([0, 0, 0, 1, 1]), discount=0.5)
+    assert to_go.tolist() == [3.0, 0.0, 4.0, 0.0, 2.0]
+
+
 @given(st.data())
 def test_whitened_numbers_have_mean_0_and_variance_1_and_are_0_outside_the_mask(data):
     batch = data.draw(packed_batches())
-    x = data.draw(vectors(len(batch)))
-    white = whiten(torch.where(batch.mask, x, torch.nan), batch.mask, no_reduction)
-    kept = white[batch.mask]
-    assert (white[~batch.mask] == 0).all()
-    assert kept.sum().item() == pytest.approx(0, abs=1e-9)
-    if len(kept) > 1 and x[batch.mask].var() > 0:
-        assert kept.var().item() == pytest.approx(1, rel=1e-4)
+    x = data.draw(normals(len(batch)))
+    white = whiten(torch.where(batch.mask, x, torch.nan), batch.mask, WHOLE)
+    assert white.tolist() == pytest.approx(whitened(x.tolist(), batch.mask.tolist()), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("mask", [[0, 0], [0, 1]])
 def test_fewer_than_two_numbers_whiten_to_zero(mask):
-    assert whiten(torch.tensor([5.0, 7.0]), torch.tensor(mask, dtype=torch.bool), no_reduction).tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("name", ESTIMATORS.names())
-@given(st.data())
-def test_parts_of_a_batch_agree_with_the_whole(name, data):
-    """Data-parallel ranks hold unequal parts, groups are spread over them, one may hold nothing."""
-    batch = data.draw(packed_batches())
-    rewards, values = data.draw(vectors(2, len(batch)))
-    whole_inputs = inputs_of(batch, rewards, values)
-    ranks = data.draw(st.lists(st.integers(0, 2), min_size=len(batch.lengths), max_size=len(batch.lengths)))
-    pieces = [batch.select([i for i, rank in enumerate(ranks) if rank == part]) for part in range(3)]
-
-    def on_part(piece, reduce_sum):
-        part = replace(
-            whole_inputs,
-            rewards=rewards[piece.origin],
-            values=values[piece.origin],
-            mask=piece.mask,
-            segments=piece.segments,
-            groups=piece.groups,
-            reduce_sum=reduce_sum,
-        )
-        return estimate(name, part)
-
-    whole, parts = estimate(name, whole_inputs), over_parts(pieces, on_part)
-    for field in ("advantages", "returns"):
-        together = batch.gather_back([p.origin for p in pieces], [getattr(part, field) for part in parts])
-        torch.testing.assert_close(together, getattr(whole, field), rtol=1e-7, atol=1e-7)
-
-
-def test_grpo_normalises_within_the_group():
-    result = estimate("grpo", outcomes([1.0, 2.0, 6.0, 0.0, 4.0], [0, 0, 0, 1, 1]))
-    expected = [-2 / 7**0.5, -1 / 7**0.5, 3 / 7**0.5, -2 / 8**0.5, 2 / 8**0.5]
-    assert result.advantages.tolist() == pytest.approx(expected, rel=1e-5)
-    assert torch.equal(result.returns, result.advantages)
-
-
-def test_dr_grpo_only_centres():
-    result = estimate("grpo", outcomes([1.0, 2.0, 6.0], [0, 0, 0]), norm_adv_by_std_in_grpo=False)
-    assert result.advantages.tolist() == pytest.approx([-2, -1, 3])
-
-
-@pytest.mark.parametrize("by_std", [True, False])
-def test_a_group_of_one_keeps_its_score(by_std):
-    x = outcomes([3.0, 1.0, 5.0], [0, 1, 1])
-    assert estimate("grpo", x, norm_adv_by_std_in_grpo=by_std).advantages[0].item() == 3.0
-
-
-def test_a_group_of_equals_has_no_advantage():
-    assert estimate("grpo", outcomes([0.1] * 3, [0] * 3)).advantages.tolist() == pytest.approx([0] * 3, abs=1e-9)
-
-
-def test_a_trajectory_that_does_not_train_does_not_move_its_group():
-    with_rejected = estimate("grpo", outcomes([1.0, 3.0, 100.0], [0, 0, 0], mask=[1, 1, 0])).advantages
-    without = estimate("grpo", outcomes([1.0, 3.0], [0, 0])).advantages
-    assert with_rejected.tolist() == [*without.tolist(), 0.0]
-
-
-def test_rejecting_a_token_does_not_erase_its_reward():
-    """The outcome stands at a position that no longer trains; its trajectory still has the score."""
-    x = outcomes([0.0, 4.0, 0.0, 2.0], [0, 0], mask=[1, 0, 1, 1])
-    x = replace(x, segments=segments_of(2, 2))
-    result = estimate("grpo", x, norm_adv_by_std_in_grpo=False)
-    assert result.advantages.tolist() == [1.0, 0.0, -1.0, -1.0]
+    assert whiten(torch.tensor([5.0, 7.0]), torch.tensor(mask, dtype=torch.bool), WHOLE).tolist() == [0, 0]
 
 
 def test_an_unknown_estimator_is_named_with_the_nearest():
     with pytest.raises(ConfigError, match="advantage estimator 'grpoo'.*did you mean 'grpo'"):
-        ESTIMATORS.get("grpoo")
+        estimator("grpoo")
 
 
-def test_a_knob_of_another_estimator_is_named():
-    with pytest.raises(ConfigError, match=r"algorithm\.adv_options\.lam: 'grpo' does not read this knob"):
-        ESTIMATORS.get("grpo").configure({"lam": 0.95}, "algorithm.adv_options")
+@pytest.mark.parametrize(
+    ("name", "knobs", "message"),
+    [
+        ("grpo", {"lam": 0.95}, "lam: 'grpo' does not read this knob"),
+        ("gae", {"gamma": 1.1}, r"gamma is 1\.1; it must be in \[0, 1\]"),
+        ("gae", {"lam": -0.1}, r"lam is -0\.1"),
+        ("reinforce_plus_plus", {"gamma": 2.0}, r"gamma is 2\.0"),
+    ],
+)
+def test_a_knob_that_cannot_be_is_named(name, knobs, message):
+    with pytest.raises(ConfigError, match=r"algorithm\.adv_options\." + message):
+        estimator(name, knobs, "algorithm.adv_options")
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x: x.rewards, "returned a Tensor, not Advantages"),
+        (lambda x: Advantages(x.scores, x.rewards), r"returned advantages of shape \[2\]; .*per token.*\[3\]"),
+        (lambda x: Advantages(x.rewards, x.rewards.sum()), r"returned returns of shape \[\]"),
+        (
+            lambda x: Advantages(x.rewards / (1 - x.rewards), x.rewards),
+            "advantages that are not finite, in trajectory 1",
+        ),
+    ],
+)
+def test_an_estimator_that_does_not_return_one_finite_number_per_token_is_refused(returned, message):
+    """Scores 5 and 1; what is not finite belongs to the second trajectory."""
+    with pytest.raises(ConfigError, match=f"advantage estimator 'mine' .*{message}"):
+        Estimator("mine", returned)(outcomes([5.0, 1.0], [0, 0], lengths=[2, 1]))

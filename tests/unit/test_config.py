@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
+from mppo.algorithm.policy_losses import TokenLosses
 from mppo.cli.compose import default_config_dir, load_config
 from mppo.config import Config
 from mppo.errors import ConfigError
@@ -34,12 +35,12 @@ def test_a_group_is_chosen_by_name_and_its_fields_can_still_be_set():
 def test_overrides_set_fields_that_no_file_mentions():
     config = config_with("actor.optim.lr=3e-5", "actor.policy_loss.clip_ratio=0.3")
     assert config.actor.optim.lr == 3e-5
-    assert config.actor.policy_loss == {"loss_mode": "vanilla", "clip_ratio": 0.3}
+    assert config.actor.policy_loss == {"clip_ratio": 0.3}
 
 
 def test_clip_ratio_sets_both_sides_unless_a_side_is_given():
     resolved = resolve(config_with("actor.policy_loss.clip_ratio=0.3", "actor.policy_loss.clip_ratio_high=0.5"), 1)
-    loss_config = resolved.policy_loss.keywords["config"]
+    loss_config = resolved.policy_loss.fn.keywords["config"]
     assert (loss_config.low, loss_config.high) == (0.3, 0.5)
 
 
@@ -140,11 +141,11 @@ def test_the_critic_inherits_the_actors_limits_and_mode_and_may_have_its_own():
 
 def test_a_loss_by_import_path_is_found():
     loss = resolve(config_with("actor.policy_loss.loss_mode=tests.unit.test_config:a_loss_of_ones_own"), 1).policy_loss
-    assert loss is a_loss_of_ones_own
+    assert (loss.fn, loss.loss_agg_mode) == (a_loss_of_ones_own, "token-mean")
 
 
 def a_loss_of_ones_own(x):
-    return x
+    return TokenLosses(-x.advantages * x.log_probs)
 
 
 def field_paths(schema, where=""):

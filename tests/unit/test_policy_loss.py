@@ -1,39 +1,37 @@
+"""How a policy loss is found, configured and called."""
+
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mppo.algorithm.policy_losses import POLICY_LOSSES, PolicyInputs, anchor_statistics
+from mppo.algorithm.policy_losses import POLICY_LOSSES, PolicyLoss, TokenLosses, anchor_statistics, policy_loss
+from mppo.algorithm.statistics import TokenStatistic
 from mppo.errors import ConfigError
-from tests.unit.samples import masked_sum, packed_batches, segments_of, vectors
+from tests.unit.policy_cases import tokens
 
 pytestmark = pytest.mark.unit
 
-
-def inputs(log_ratios, advantages):
-    """Tokens whose log-prob was -1.2 under the old policy."""
-    old = torch.full((len(log_ratios),), -1.2, dtype=torch.double)
-    log_probs = (old + torch.tensor(log_ratios, dtype=torch.double)).requires_grad_()
-    mask = torch.ones(len(old), dtype=torch.bool)
-    return PolicyInputs(log_probs, old, torch.tensor(advantages).double(), mask, segments_of(len(old)))
-
-
-def vanilla(x, **knobs):
-    return POLICY_LOSSES.get("vanilla").bind(knobs, "actor.policy_loss")(x)
-
-
-def loss_and_gradient(advantage, log_ratio, **knobs):
-    x = inputs([log_ratio], [advantage])
-    loss = vanilla(x, **knobs).loss
-    loss.sum().backward()
-    return loss.item(), x.log_probs.grad.item()
+REFERENCE = [
+    "bypass_mode",
+    "cispo",
+    "clip_cov",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "geo_mean",
+    "gpg",
+    "gspo",
+    "kl_cov",
+    "reinforce",
+    "sapo",
+    "vanilla",
+]
 
 
 def test_the_ratio_of_probabilities():
     """Section 3.1: log-prob -1.2 before, -1.0 now; above 1 the action became likelier, below 1 less likely."""
-    likelier, same, less_likely = inputs([0.2, 0.0, -0.2], [0.0] * 3).log_ratio.exp().tolist()
+    likelier, same, less_likely = tokens([0.2, 0.0, -0.2], [0.0] * 3).log_ratio.exp().tolist()
     assert likelier == pytest.approx(math.exp(0.2)) == pytest.approx(1.221, abs=5e-4)
     assert same == 1.0
     assert less_likely == pytest.approx(1 / likelier)
@@ -41,105 +39,107 @@ def test_the_ratio_of_probabilities():
 
 def test_the_log_ratio_is_clamped_and_has_no_gradient_beyond():
     """Section 3."""
-    x = inputs([-1000.0, -20.5, -19.5, 19.5, 20.5, 1000.0], [1.0] * 6)
+    x = tokens([-1000.0, -20.5, -19.5, 19.5, 20.5, 1000.0], [1.0] * 6)
     x.log_ratio.sum().backward()
     assert x.log_ratio.tolist() == pytest.approx([-20, -20, -19.5, 19.5, 20, 20])
     assert x.log_probs.grad.tolist() == [0, 0, 1, 1, 0, 0]
     assert anchor_statistics(x)["log_ratio_saturated"].reduce(x.mask).value == pytest.approx(4 / 6)
 
 
+def test_each_loss_brings_the_aggregation_mode_of_its_paper():
+    modes = {name: policy_loss(name, {"dro_beta": 1.0} if name == "dro" else {}).loss_agg_mode for name in REFERENCE}
+    per_sequence = {name: mode for name, mode in modes.items() if mode != "token-mean"}
+    assert per_sequence == {
+        "geo_mean": "seq-mean-token-mean",
+        "gspo": "seq-mean-token-mean",
+        "sapo": "seq-mean-token-mean",
+        "reinforce": "seq-mean-token-sum",
+    }
+
+
+def test_the_losses_of_the_reference_are_all_there():
+    assert set(REFERENCE) <= set(POLICY_LOSSES.names())
+
+
+def mine(x):
+    return TokenLosses(x.log_probs.square(), {"mine": TokenStatistic(x.advantages)})
+
+
+def test_a_loss_may_come_from_an_import_path_and_reports_the_anchor_as_well():
+    loss, x = policy_loss(f"{__name__}:mine"), tokens([0.0, 0.1], [1.0, 3.0], old=-1.0)
+    result = loss(x)
+    assert result.loss.tolist() == pytest.approx([1.0, 0.81])
+    assert set(result.statistics) == {"mine", "ratio_deviation", "log_ratio_saturated"}
+    assert loss.loss_agg_mode == "token-mean"
+
+
+def test_a_loss_that_weighs_itself_is_not_weighed_again():
+    x = tokens([0.0, 0.1], [1.0, 3.0], rollout_is_weights=torch.tensor([2.0, 4.0]))
+    plain, weighted = (PolicyLoss("mine", mine, weighs_itself=itself)(x).loss for itself in (True, False))
+    assert plain.tolist() == x.log_probs.square().tolist()
+    assert weighted.tolist() == pytest.approx([2 * plain[0].item(), 4 * plain[1].item()])
+
+
 @pytest.mark.parametrize(
-    ("advantage", "loss", "gradient"),
+    ("returned", "message"),
     [
-        (1.0, -1.2, 0.0),  # section 4.2: unclipped 1.221, clipped 1.2
-        (-1.0, math.exp(0.2), math.exp(0.2)),  # section 4.3: the larger loss counts
-        (0.0, 0.0, 0.0),
+        (lambda x: x.log_probs, "returned a Tensor; .*TokenLosses"),
+        (lambda x: (x.log_probs, {}), "returned a tuple"),
+        (lambda x: None, "returned a NoneType"),
+        (lambda x: TokenLosses(x.log_probs.mean()), r"returned loss of shape \[\] \(a mean\?"),
+        (lambda x: TokenLosses(0.0), "returned loss of shape float"),
+        (lambda x: TokenLosses(x.log_probs[:2]), r"returned loss of shape \[2\]; .*per token, \[3\]"),
+        (lambda x: TokenLosses(x.log_probs[None]), r"returned loss of shape \[1, 3\]"),
+        (lambda x: TokenLosses(x.log_probs, {"kl": TokenStatistic(x.log_probs.mean())}), r"returned kl of shape \[\]"),
     ],
 )
-def test_an_action_that_became_likelier(advantage, loss, gradient):
-    assert loss_and_gradient(advantage, 0.2) == pytest.approx((loss, gradient))
+def test_a_loss_that_does_not_return_one_number_per_token_is_refused(returned, message):
+    with pytest.raises(ConfigError, match=f"policy loss 'mine' {message}"):
+        PolicyLoss("mine", returned)(tokens([0.0] * 3, [1.0] * 3))
 
 
 @pytest.mark.parametrize(
-    ("advantage", "ratio", "loss"),
-    [(-1.0, 5.0, 3.0), (-1.0, 2.5, 2.5), (-2.0, 5.0, 6.0), (1.0, 5.0, -1.2), (1.0, 0.5, -0.5), (-1.0, 0.5, 0.8)],
-)
-def test_the_dual_clip_bounds_the_loss_of_bad_actions_only(advantage, ratio, loss):
-    """Section 4.4: clip 0.2, C 3."""
-    assert loss_and_gradient(advantage, math.log(ratio), clip_ratio=0.2, clip_ratio_c=3.0)[0] == pytest.approx(loss)
-
-
-@pytest.mark.parametrize(
-    ("advantage", "ratio", "gradient"),
-    [(-1.0, 5.0, 0.0), (-1.0, 2.5, 2.5), (1.0, 1.1, -1.1), (1.0, 1.3, 0.0), (-1.0, 0.7, 0.0), (1.0, 0.7, -0.7)],
-)
-def test_the_gradient_flows_through_the_branch_that_counts(advantage, ratio, gradient):
-    assert loss_and_gradient(advantage, math.log(ratio))[1] == pytest.approx(gradient)
-
-
-@given(vectors(6), vectors(6))
-def test_on_policy_it_is_the_policy_gradient(advantages, log_probs):
-    log_probs.requires_grad_()
-    mask = torch.ones(6, dtype=torch.bool)
-    vanilla(PolicyInputs(log_probs, log_probs.detach(), advantages, mask, segments_of(6))).loss.sum().backward()
-    torch.testing.assert_close(log_probs.grad, -advantages)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "good", "bad"),
+    ("name", "knobs", "named"),
     [
-        ({"clip_ratio": 0.1}, -1.1, 0.9),
-        ({"clip_ratio": 0.1, "clip_ratio_high": 0.28}, -1.28, 0.9),
-        ({"clip_ratio": 0.1, "clip_ratio_low": 0.3}, -1.1, 0.7),
-        ({"clip_ratio": 0.1, "clip_ratio_low": 0.0, "clip_ratio_high": 0.0}, -1.0, 1.0),
+        ("vanilla", {"clip_ratio_c": 1.0}, r"policy_loss\.clip_ratio_c is 1\.0"),
+        ("vanilla", {"clip_ratio": -0.1}, r"policy_loss\.clip_ratio "),
+        ("gspo", {"clip_ratio_low": -0.1}, r"policy_loss\.clip_ratio_low is -0\.1"),
+        ("cispo", {"clip_ratio_high": float("nan")}, r"policy_loss\.clip_ratio_high is nan"),
+        ("dppo_tv", {"ratio_cap": 1.0}, r"policy_loss\.ratio_cap is 1\.0"),
+        ("dppo_kl", {"clip_ratio": -1.0}, r"policy_loss\.clip_ratio is -1\.0"),
+        ("sapo", {"tau_pos": 0.0}, r"policy_loss\.tau_pos is 0\.0"),
+        ("sapo", {"tau_neg": -1.0}, r"policy_loss\.tau_neg is -1\.0"),
+        ("dro", {}, r"policy_loss\.dro_beta is None"),
+        ("dro", {"dro_beta": 0.0}, r"policy_loss\.dro_beta is 0\.0"),
+        ("clip_cov", {"clip_cov_ratio": 0.0}, r"policy_loss\.clip_cov_ratio is 0\.0"),
+        ("clip_cov", {"clip_cov_lb": 5.0}, r"policy_loss\.clip_cov_lb=5\.0 is not below clip_cov_ub=5\.0"),
+        ("clip_cov", {"clip_ratio": -1.0}, r"policy_loss\.clip_ratio is -1\.0"),
+        ("kl_cov", {"kl_cov_ratio": 1.1}, r"policy_loss\.kl_cov_ratio is 1\.1"),
+        ("kl_cov", {"ppo_kl_coef": -0.1}, r"policy_loss\.ppo_kl_coef is -0\.1"),
+        ("bypass_mode", {"loss_type": "ppo"}, "loss_type is 'ppo'; choose ppo_clip or reinforce"),
+        ("bypass_mode", {"clip_ratio_c": 0.5}, r"policy_loss\.clip_ratio_c is 0\.5"),
     ],
 )
-def test_clip_ratio_sets_both_sides_unless_a_side_is_given(knobs, good, bad):
-    assert loss_and_gradient(1.0, math.log(2.0), **knobs)[0] == pytest.approx(good)
-    assert loss_and_gradient(-1.0, math.log(0.5), **knobs)[0] == pytest.approx(bad)
-
-
-def test_statistics_tell_what_was_clipped():
-    x = inputs([math.log(r) for r in (1.5, 1.5, 0.5, 5.0, 1.1)], [1.0, -1.0, -1.0, -1.0, 1.0])
-    value = {name: s.reduce(x.mask).value for name, s in (vanilla(x).statistics | anchor_statistics(x)).items()}
-    assert value["pg_clipfrac"] == 2 / 5
-    assert value["pg_clipfrac_lower"] == 1 / 5
-    assert value["ppo_kl"] == pytest.approx(-math.log(1.5 * 1.5 * 0.5 * 5.0 * 1.1) / 5)
-    assert value["ratio_deviation"] == pytest.approx((0.5 + 0.5 + 0.5 + 4.0 + 0.1) / 5)
-    assert value["log_ratio_saturated"] == 0.0
-
-
-@given(st.data())
-def test_what_the_mask_hides_reaches_neither_loss_nor_gradient_nor_statistics(data):
-    batch = data.draw(packed_batches())
-    shown, hidden = data.draw(vectors(2, 3, len(batch)))
-
-    def evaluate(log_probs, old_log_probs, advantages):
-        log_probs = log_probs.clone().requires_grad_()
-        result = vanilla(PolicyInputs(log_probs, old_log_probs, advantages, batch.mask, batch.segments))
-        total = masked_sum(result.loss, batch.mask, torch.ones(len(batch)))
-        total.backward()
-        statistics = {name: s.reduce(batch.mask).value for name, s in result.statistics.items()}
-        return total.item(), log_probs.grad.tolist(), statistics
-
-    assert evaluate(*torch.where(batch.mask, shown, 1e6 * hidden)) == evaluate(*shown)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "named"),
-    [
-        ({"clip_ratio_c": 1.0}, r"policy_loss\.clip_ratio_c is 1\.0"),
-        ({"clip_ratio": -0.1}, r"policy_loss\.clip_ratio "),
-        ({"clip_ratio_low": -0.1}, r"policy_loss\.clip_ratio_low is -0\.1"),
-        ({"clip_ratio_high": -0.1}, r"policy_loss\.clip_ratio_high is -0\.1"),
-        ({"clip_range": 0.2}, r"actor\.policy_loss\.clip_range: .*did you mean 'clip_ratio'"),
-    ],
-)
-def test_a_wrong_knob_is_named(knobs, named):
+def test_a_value_that_cannot_be_is_named(name, knobs, named):
     with pytest.raises(ConfigError, match=named):
-        POLICY_LOSSES.get("vanilla").configure(knobs, "actor.policy_loss")
+        policy_loss(name, knobs)
+
+
+@pytest.mark.parametrize(
+    ("name", "knob", "hint"),
+    [
+        ("vanilla", "clip_range", "did you mean 'clip_ratio'"),
+        ("dppo_tv", "clip_ratio_c", "ratio_cap"),
+        ("cispo", "clip_ratio_c", "it reads clip_ratio, clip_ratio_low, clip_ratio_high"),
+        ("gpg", "clip_ratio", "it has none"),
+        ("kl_cov", "clip_ratio", "it reads kl_cov_ratio, ppo_kl_coef"),
+    ],
+)
+def test_a_knob_that_the_loss_does_not_read_is_named(name, knob, hint):
+    with pytest.raises(ConfigError, match=rf"actor\.policy_loss\.{knob}: '{name}' does not read this knob.*{hint}"):
+        policy_loss(name, {knob: 0.2}, where="actor.policy_loss")
 
 
 def test_an_unknown_loss_is_named_with_the_nearest():
     with pytest.raises(ConfigError, match="policy loss 'vanila'.*did you mean 'vanilla'"):
-        POLICY_LOSSES.get("vanila")
+        policy_loss("vanila")

@@ -42,3 +42,10 @@ def test_expanding_lengths_counts_each_position_as_often_as_its_trajectory_is_lo
     expanded = batch.segments.expand(batch.segments.lengths(everywhere))
     assert expanded.tolist() == [n for n in batch.lengths for _ in range(n)]
     assert batch.segments.sum(everywhere, everywhere).tolist() == batch.lengths
+
+
+@pytest.mark.parametrize("hidden", [float("nan"), float("inf"), 1e30])
+def test_the_largest_is_per_trajectory_and_0_where_the_mask_hides_all(hidden):
+    mask = torch.tensor([True, False, True, True, False])
+    x = torch.tensor([-2.0, hidden, -1.0, -3.0, hidden])
+    assert segments_of(3, 1, 1, 0).max(x, mask).tolist() == [-1.0, -3.0, 0.0, 0.0]

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mppo.algorithm.reduction import WHOLE, Reduction
 from mppo.algorithm.segments import Segments
+from mppo.errors import ConfigError
 from mppo.registry import Registry
 
 
@@ -86,8 +88,48 @@ def outcome(x: AdvantageInputs, per_trajectory: Tensor) -> Advantages:
     return Advantages(advantages, advantages)
 
 
-Estimator = Callable[[AdvantageInputs, object], Advantages]
-ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
-"""Register with `config=` (dataclass of knobs) and what it needs: `critic=True` (values), `sum_pi_squared=True`,
-`greedy_baseline=True`, `groups=True` (it compares the answers to one prompt); `reads_rewards=False` says that it reads
-only the parts of the reward."""
+ESTIMATORS: Registry[Callable[..., Advantages]] = Registry("advantage estimator")
+"""`(AdvantageInputs, config) -> Advantages`. Register with `config=` (dataclass of knobs) and what it needs:
+`critic=True` (values), `sum_pi_squared=True`, `greedy_baseline=True`, `groups=True` (it compares the answers to one
+prompt); `reads_rewards=False` says that it reads only the parts of the reward."""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A registered estimator with its knobs set, and what it needs."""
+
+    name: str
+    fn: Callable[[AdvantageInputs], Advantages]
+    critic: bool = False
+    sum_pi_squared: bool = False
+    greedy_baseline: bool = False
+    groups: bool = False
+    reads_rewards: bool = True
+
+    def __call__(self, x: AdvantageInputs) -> Advantages:
+        """Raises ConfigError when the estimator does not return `Advantages` of one finite number per token."""
+        result = self.fn(x)
+        if not isinstance(result, Advantages):
+            raise ConfigError(f"advantage estimator {self.name!r} returned a {type(result).__name__}, not Advantages")
+        for name, value in vars(result).items():
+            if value.shape != x.mask.shape:
+                raise ConfigError(
+                    f"advantage estimator {self.name!r} returned {name} of shape {list(value.shape)};"
+                    f" one number per token is needed, {list(x.mask.shape)}"
+                )
+            broken = x.training & ~torch.isfinite(value)
+            if bool(broken.any()):
+                place = int(x.indices[x.segments.ids[broken][0]])
+                raise ConfigError(
+                    f"advantage estimator {self.name!r} returned {name} that are not finite, in trajectory {place}"
+                )
+        return result
+
+
+def estimator(name: str, knobs: Mapping[str, Any] | None = None, where: str = "adv_options") -> Estimator:
+    """The estimator of that name or import path, with these knobs; `where` is their place in the configuration.
+
+    Raises ConfigError for an unknown name, and for a knob that the estimator does not read.
+    """
+    plugin = ESTIMATORS.get(name)
+    return Estimator(name, plugin.bind(dict(knobs or {}), where), **(plugin.traits or {}))

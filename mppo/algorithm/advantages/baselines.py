@@ -13,16 +13,17 @@ from mppo.errors import ConfigError
 @ESTIMATORS.register("rloo", groups=True)
 def rloo(x: AdvantageInputs) -> Advantages:
     """2402.14740: the mean of the *other* answers as baseline, `n / (n - 1) (S_i - mean_group)`."""
-    group = group_statistics(x, x.scores)
+    scores = x.scores
+    group = group_statistics(x, scores)
     correction = torch.where(group.alone, 1.0, group.size / (group.size - 1))
-    return outcome(x, correction * (x.scores - group.mean))
+    return outcome(x, correction * (scores - group.mean))
 
 
 @ESTIMATORS.register("opo", groups=True)
 def opo(x: AdvantageInputs) -> Advantages:
     """2505.23585: the length-weighted mean of the group, `S_i - sum(len S) / sum(len)`."""
-    lengths = x.segments.lengths(x.training).double()
-    return outcome(x, x.scores - group_statistics(x, x.scores, weights=lengths).mean)
+    scores, lengths = x.scores, x.segments.lengths(x.training).double()
+    return outcome(x, scores - group_statistics(x, scores, weights=lengths).mean)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
-from mppo.algorithm.advantages.tokens import discounted_suffix_sum, whiten
+from mppo.algorithm.advantages.tokens import check_discount, discounted_suffix_sum, whiten
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,10 @@ class GaeConfig:
     """Discount per action."""
     lam: float = 1.0
     """The exponential weight of n-step returns: 0 is one-step TD, 1 is Monte Carlo."""
+
+    def __post_init__(self):
+        check_discount("gamma", self.gamma)
+        check_discount("lam", self.lam)
 
 
 @ESTIMATORS.register("gae", config=GaeConfig, critic=True)

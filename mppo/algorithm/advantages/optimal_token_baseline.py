@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
 from mppo.algorithm.advantages.groups import two_largest
-from mppo.algorithm.advantages.tokens import rewards_to_go, segment_cumsum
+from mppo.algorithm.advantages.tokens import rewards_to_go, run_starts, segment_cumsum
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,16 @@ class OptimalTokenBaselineConfig:
 def optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
     """`A = G - B`; places are tokens since the first action, so that tool output takes up places."""
     actions = x.training.nonzero().squeeze(-1)
-    ids = x.segments.ids[actions]
-    first = torch.searchsorted(ids, ids)
-    return _less_baseline(x, config, actions, actions - actions[first])
+    first = actions[run_starts(x.segments.ids[actions])]
+    return _less_baseline(x, config, actions, actions - first)
 
 
 @ESTIMATORS.register("tir_optimal_token_baseline", config=OptimalTokenBaselineConfig, groups=True, sum_pi_squared=True)
 def tir_optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
     """For tool-integrated reasoning: places count actions only."""
     actions = x.training.nonzero().squeeze(-1)
-    ids = x.segments.ids[actions]
-    return _less_baseline(x, config, actions, torch.arange(len(ids), device=ids.device) - torch.searchsorted(ids, ids))
+    order = torch.arange(len(actions), device=actions.device)
+    return _less_baseline(x, config, actions, order - run_starts(x.segments.ids[actions]))
 
 
 def _less_baseline(

@@ -4,13 +4,16 @@ from dataclasses import dataclass
 
 from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
 from mppo.algorithm.advantages.groups import group_statistics
-from mppo.algorithm.advantages.tokens import rewards_to_go, whiten
+from mppo.algorithm.advantages.tokens import check_discount, rewards_to_go, whiten
 
 
 @dataclass(frozen=True)
 class ReinforcePlusPlusConfig:
     gamma: float = 1.0
     """Discount per action."""
+
+    def __post_init__(self):
+        check_discount("gamma", self.gamma)
 
 
 @ESTIMATORS.register("reinforce_plus_plus", config=ReinforcePlusPlusConfig)
@@ -23,6 +26,7 @@ def reinforce_plus_plus(x: AdvantageInputs, config: ReinforcePlusPlusConfig) -> 
 @ESTIMATORS.register("reinforce_plus_plus_baseline", groups=True)
 def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Advantages:
     """`S_i - mean_group` for each action, whitened over the batch."""
-    centred = x.scores - group_statistics(x, x.scores).mean
+    scores = x.scores
+    centred = scores - group_statistics(x, scores).mean
     advantages = whiten(x.to_tokens(centred), x.training, x.reduction)
     return Advantages(advantages, advantages)

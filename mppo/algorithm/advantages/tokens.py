@@ -4,6 +4,13 @@ import torch
 from torch import Tensor
 
 from mppo.algorithm.reduction import Reduction
+from mppo.errors import ConfigError
+
+
+def check_discount(name: str, value: float) -> None:
+    """Raise ConfigError for a discount outside [0, 1]."""
+    if not 0 <= value <= 1:
+        raise ConfigError(f"algorithm.adv_options.{name} is {value}; it must be in [0, 1]")
 
 
 def whiten(x: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
@@ -37,8 +44,13 @@ def segment_cumsum(x: Tensor, ids: Tensor) -> Tensor:
     """`y[t] = y[t-1] + x[t]` within each run of equal, non-decreasing `ids`, over `[N]` float64."""
     total = x.double().cumsum(0)
     before = torch.cat([total.new_zeros(1), total])
-    starts = torch.searchsorted(ids, ids)
-    return total - before[starts]
+    return total - before[run_starts(ids)]
+
+
+def run_starts(ids: Tensor) -> Tensor:
+    """`[N]` long: where the run of equal, non-decreasing `ids` begins that each entry belongs to."""
+    _, lengths = torch.unique_consecutive(ids, return_counts=True)
+    return torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, ids: Tensor, discount: float = 1.0) -> Tensor:

@@ -46,13 +46,16 @@ class MiniBatchInputs:
     def choose(self, score: Tensor, candidates: Tensor, count: int) -> Tensor:
         """`[T]` bool: the `count` candidates of the global mini-batch with the highest score; ties to the earlier."""
         mine = candidates.nonzero().squeeze(-1)
-        mine = _best(score[mine], self.places[mine], count, mine)
+        mine = mine[_best(score[mine], self.places[mine], count)]
         scores, places = self.reduction.gather(score[mine]), self.reduction.gather(self.places[mine])
-        return torch.isin(self.places, _best(scores, places, count, places)) & candidates
+        return torch.isin(self.places, places[_best(scores, places, count)]) & candidates
 
 
-def _best(scores: Tensor, places: Tensor, count: int, items: Tensor) -> Tensor:
-    """The items of the `count` highest scores; ties to the lower place."""
-    by_place = places.argsort()
-    by_score = scores[by_place].argsort(descending=True, stable=True)
-    return items[by_place[by_score[:count]]]
+def _best(scores: Tensor, places: Tensor, count: int) -> Tensor:
+    """Indices of the `count` highest scores; among equals of the lowest places."""
+    if len(scores) <= count:
+        return torch.arange(len(scores), device=scores.device)
+    least = scores.topk(count).values[-1]
+    above, equal = (scores > least).nonzero().squeeze(-1), (scores == least).nonzero().squeeze(-1)
+    first = places[equal].topk(count - len(above), largest=False).indices
+    return torch.cat([above, equal[first]])

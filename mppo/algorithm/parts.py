@@ -1,0 +1,59 @@
+"""Several ranks in one process: threads that exchange tensors where ranks would call a collective."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, BrokenBarrierError
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mppo.algorithm.reduction import Reduction
+
+Part = TypeVar("Part")
+
+
+class Exchange:
+    """One rank's view of the others. Sums keep the graph, so gradients flow between the ranks."""
+
+    def __init__(self, rank: int, slots: list[Any], barrier: Barrier):
+        self._rank, self._slots, self._barrier = rank, slots, barrier
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        self._slots[self._rank] = x
+        self._barrier.wait()
+        everyone = list(self._slots)
+        self._barrier.wait()
+        return everyone
+
+    def sum(self, x: Tensor) -> Tensor:
+        return torch.stack(self._all(x)).sum(0)
+
+    def max(self, x: Tensor) -> Tensor:
+        return torch.stack(self._all(x)).amax(0)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._all(x))
+
+    def reduction(self) -> Reduction:
+        return Reduction(self.sum, self.max, self.gather)
+
+
+def in_parts(parts: Sequence[Part], fn: Callable[[Part, Exchange], Any]) -> list[Any]:
+    """`fn` of each part at the same time; the results, in order. What one of them raises is raised here."""
+    slots: list[Any] = [None] * len(parts)
+    barrier = Barrier(len(parts))
+
+    def run(rank: int) -> Any:
+        try:
+            return fn(parts[rank], Exchange(rank, slots, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        futures = [pool.submit(run, rank) for rank in range(len(parts))]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, BrokenBarrierError)), errors[0])
+    return [future.result() for future in futures]

@@ -1,0 +1,84 @@
+"""The typed configuration. Every field is documented here, validated in `__post_init__`, and read by the code.
+
+Names follow the field's usage (verl's knobs, Megatron's parallel sizes). Knobs of one loss or one estimator are
+not here but in the dataclass registered with it; they are given under `actor.policy_loss` and `algorithm.adv_options`.
+"""
+
+from dataclasses import dataclass, field
+
+from mppo.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControllerConfig
+from mppo.config.checks import not_negative, positive
+from mppo.config.data import DataConfig, OverlongBufferConfig, PromptSource, RewardConfig, RolloutConfig
+from mppo.config.layout import ModelSource, ParallelConfig
+from mppo.config.roles import ActorConfig, CriticConfig, OptimConfig, RefConfig
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "Config",
+    "CriticConfig",
+    "DataConfig",
+    "FilterGroupsConfig",
+    "KLControllerConfig",
+    "ModelSource",
+    "OptimConfig",
+    "OverlongBufferConfig",
+    "ParallelConfig",
+    "PromptSource",
+    "RefConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "TrainerConfig",
+]
+
+
+@dataclass
+class TrainerConfig:
+    total_training_steps: int = 100
+    seed: int = 1
+    out_dir: str = "runs/default"
+    """Logs, metrics, samples, curve and checkpoints."""
+    val_before_train: bool = True
+    test_freq: int = 0
+    """Validate every so many steps, and after the last; 0: only after the last."""
+    save_freq: int = 0
+    """Save a checkpoint every so many steps, and after the last; 0: none."""
+    critic_warmup: int = 0
+    """Training steps at the start that update the critic only."""
+    save_hf: bool = True
+    """Write the trained model as a Hugging Face folder, out_dir/hf, after the last step."""
+    resume: bool = True
+    """Go on from the newest checkpoint in out_dir, if there is one."""
+    samples_per_step: int = 4
+    """Generations written to out_dir/samples each step."""
+
+    def __post_init__(self):
+        positive("trainer", total_training_steps=self.total_training_steps)
+        not_negative(
+            "trainer",
+            seed=self.seed,
+            test_freq=self.test_freq,
+            save_freq=self.save_freq,
+            critic_warmup=self.critic_warmup,
+            samples_per_step=self.samples_per_step,
+        )
+
+
+@dataclass
+class Config:
+    model: ModelSource = field(default_factory=ModelSource)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    strict: bool = False
+    """Turn warnings about the configuration into errors."""
+
+    @property
+    def need_reference(self) -> bool:
+        return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward

@@ -1,0 +1,120 @@
+"""Where prompts come from, how they are answered, and what an answer is worth."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mppo.config.checks import not_negative, one_of, positive
+from mppo.errors import ConfigError
+
+
+@dataclass
+class PromptSource:
+    """Where prompts come from: files, or a generator."""
+
+    files: list[str] = field(default_factory=list)
+    """JSONL or Parquet files, read in this order."""
+    generator: str | None = None
+    """A registered generator, or `package.module:function`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Knobs of the generator."""
+
+    @property
+    def given(self) -> bool:
+        return bool(self.files or self.generator)
+
+
+@dataclass
+class DataConfig:
+    train: PromptSource = field(default_factory=PromptSource)
+    val: PromptSource = field(default_factory=PromptSource)
+    """Held-out prompts, answered greedily; optional."""
+    prompt_key: str = "prompt"
+    """Field with the prompt: a text, or chat messages (a list of {role, content})."""
+    answer_key: str = "ground_truth"
+    """Field with what the reward function compares with."""
+    train_batch_size: int = 8
+    """Prompts per training step; each is answered rollout.n times."""
+    max_prompt_length: int = 1024
+    """Tokens."""
+    max_response_length: int = 1024
+    """Tokens."""
+    overlong_prompts: str = "error"
+    """`error`, or `skip`: leave prompts over max_prompt_length out; their number is printed."""
+    shuffle: bool = True
+    """Draw a new order of prompts each epoch, from trainer.seed."""
+
+    def __post_init__(self):
+        positive(
+            "data",
+            train_batch_size=self.train_batch_size,
+            max_prompt_length=self.max_prompt_length,
+            max_response_length=self.max_response_length,
+        )
+        one_of("data.overlong_prompts", self.overlong_prompts, ("error", "skip"))
+
+
+@dataclass
+class RolloutConfig:
+    n: int = 1
+    """Answers per prompt."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer; they stay in it."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end an answer, besides the model's own end-of-text."""
+    ignore_eos: bool = False
+    dtype: str | None = None
+    """dtype of the generating copy of the model; null: model.dtype."""
+    batch_size: int = 256
+    """Sequences that one process generates at a time."""
+
+    def __post_init__(self):
+        positive("rollout", n=self.n, temperature=self.temperature, batch_size=self.batch_size)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"rollout.top_p is {self.top_p}; it must be in (0, 1]")
+        if self.top_k < 0:
+            raise ConfigError(f"rollout.top_k is {self.top_k}; 0 means all tokens, otherwise give a number of them")
+        if self.dtype is not None:
+            one_of("rollout.dtype", self.dtype, ("bfloat16", "float32"))
+
+
+@dataclass
+class OverlongBufferConfig:
+    """Soft punishment of long answers (DAPO, 2503.14476): from max_response_length - len on, linearly more."""
+
+    len: int = 0
+    """Tokens before max_response_length over which the penalty grows; 0: no penalty."""
+    penalty_factor: float = 1.0
+    """The penalty at max_response_length."""
+
+    def __post_init__(self):
+        not_negative("reward.overlong_buffer", len=self.len)
+        positive("reward.overlong_buffer", penalty_factor=self.penalty_factor)
+        if self.penalty_factor != 1.0 and not self.len:
+            raise ConfigError("reward.overlong_buffer.penalty_factor has no effect with reward.overlong_buffer.len=0")
+
+
+@dataclass
+class RewardConfig:
+    """How an answer is scored, and how its outcome is shaped before advantages: penalty, normalisation, clip."""
+
+    function: str = "exact_match"
+    """A registered reward, or `package.module:function`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Knobs of the reward function."""
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    running_normalization: bool = False
+    """Subtract the mean and divide by the deviation of all outcomes of the run so far, this step's included."""
+    clip: float | None = None
+    """The shaped outcome stays in [-clip, clip]; null: no bound."""
+
+    def __post_init__(self):
+        positive("reward", clip=self.clip)
+
+    @property
+    def shapes(self) -> bool:
+        """Whether the outcome is changed at all."""
+        return bool(self.overlong_buffer.len or self.running_normalization or self.clip is not None)

@@ -1,0 +1,66 @@
+"""The model, and how it is cut."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mppo.config.checks import one_of, positive
+from mppo.errors import ConfigError
+
+
+@dataclass
+class ParallelConfig:
+    """How the model is cut. What is left of the world is data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks of each pipeline stage, for the interleaved schedule; null: one."""
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    """Cut activations between tensor-parallel regions along the sequence."""
+    timeout_minutes: int = 30
+    """How long a collective may wait for a rank."""
+
+    def __post_init__(self):
+        positive(
+            "parallel",
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            timeout_minutes=self.timeout_minutes,
+        )
+        if self.virtual_pipeline_model_parallel_size == 1:
+            self.virtual_pipeline_model_parallel_size = None
+        if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
+            raise ConfigError(
+                "parallel.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of at least 2"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ConfigError("parallel.sequence_parallel has no effect at tensor_model_parallel_size=1; unset it")
+        if self.context_parallel_size > 1:
+            raise ConfigError("parallel.context_parallel_size: mppo has no context parallelism; set it to 1")
+
+
+@dataclass
+class ModelSource:
+    path: str | None = None
+    """A Hugging Face model folder: config.json, safetensors, tokenizer."""
+    preset: str | None = None
+    """Instead of a folder: a small model from random initialisation."""
+    preset_options: dict[str, Any] = field(default_factory=dict)
+    """Fields of the preset's Hugging Face configuration to change."""
+    dtype: str = "bfloat16"
+    """`bfloat16` (with fp32 master weights and gradients) or `float32`."""
+    make_vocab_size_divisible_by: int = 128
+    """The embedding is padded to a multiple of this times the tensor-parallel size."""
+
+    def __post_init__(self):
+        if self.path is not None and self.preset is not None:
+            raise ConfigError("model.path and model.preset exclude each other; unset one (model.preset=null)")
+        if self.preset_options and self.preset is None:
+            raise ConfigError("model.preset_options has no effect without model.preset")
+        one_of("model.dtype", self.dtype, ("bfloat16", "float32"))
+        positive("model", make_vocab_size_divisible_by=self.make_vocab_size_divisible_by)

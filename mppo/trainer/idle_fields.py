@@ -1,0 +1,115 @@
+"""What is set but would have no effect is an error; what is odd but possible, a warning."""
+
+from typing import TYPE_CHECKING, Any
+
+from mppo.algorithm.advantages import Estimator
+from mppo.config import Config
+from mppo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mppo.trainer.resolve import Resolved, UpdateSettings
+
+
+def refuse_idle_fields(resolved: "Resolved") -> None:
+    """Raise ConfigError for a field that differs from its default but would not be read; it says what would read it."""
+    config, default = resolved.config, Config()
+    for unread, path, reason in [*_about_roles(resolved), *_about_data(resolved)]:
+        if unread and _at(config, path) != _at(default, path):
+            raise ConfigError(f"{path} is set but would have no effect: {reason}; unset it or change that")
+    _refuse_idle_scale_factor("actor", config.actor.loss_scale_factor, resolved.actor)
+    if resolved.critic is not None:
+        _refuse_idle_scale_factor("critic", config.critic.loss_scale_factor, resolved.critic)
+    if resolved.correction.denominator == "kept" and not resolved.rejects:
+        raise ConfigError(
+            "algorithm.rollout_correction.denominator=kept is set but would have no effect: neither rollout_rs nor"
+            " algorithm.overlong_masking takes anything out; unset it or change that"
+        )
+    _refuse_idle_rewards(resolved)
+
+
+Rule = tuple[bool, str, str]
+"""Whether a field is unread, its path, and why."""
+
+
+def _about_roles(resolved: "Resolved") -> list[Rule]:
+    config, algorithm = resolved.config, resolved.config.algorithm
+    no_critic, name = resolved.critic is None, algorithm.adv_estimator
+    no_kl_loss, no_kl_reward = not config.actor.use_kl_loss, not algorithm.use_kl_in_reward
+    is_fixed = algorithm.kl_ctrl.type == "fixed"
+    return [
+        (no_critic, "critic", f"algorithm.adv_estimator={name} needs no critic"),
+        (no_critic, "trainer.critic_warmup", f"algorithm.adv_estimator={name} needs no critic"),
+        (not config.need_reference, "ref", "neither actor.use_kl_loss nor algorithm.use_kl_in_reward is on"),
+        (no_kl_loss, "actor.kl_loss_coef", "actor.use_kl_loss is off"),
+        (no_kl_loss, "actor.kl_loss_type", "actor.use_kl_loss is off"),
+        (no_kl_reward, "algorithm.kl_penalty", "algorithm.use_kl_in_reward is off"),
+        (no_kl_reward, "algorithm.kl_ctrl", "algorithm.use_kl_in_reward is off"),
+        (is_fixed, "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.type is fixed"),
+        (is_fixed, "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.type is fixed"),
+    ]
+
+
+def _about_data(resolved: "Resolved") -> list[Rule]:
+    config, filtering = resolved.config, resolved.config.algorithm.filter_groups
+    off = "algorithm.filter_groups.enable is off"
+    return [
+        (not config.data.val.given, "trainer.test_freq", "data.val is not given"),
+        (not config.data.val.given, "trainer.val_before_train", "data.val is not given"),
+        (not filtering.enable, "algorithm.filter_groups.metric", off),
+        (not filtering.enable, "algorithm.filter_groups.max_num_gen_batches", off),
+        (config.rollout.n == 1, "algorithm.filter_groups.enable", "with rollout.n=1 nothing differs within a group"),
+    ]
+
+
+def _refuse_idle_rewards(resolved: "Resolved") -> None:
+    """An estimator that reads only the parts of the reward would not see what changes the reward as a whole."""
+    config, name = resolved.config, resolved.estimator.name
+    changes = [("algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward), ("reward", config.reward.shapes)]
+    for path, is_on in changes:
+        if is_on and not resolved.estimator.reads_rewards:
+            raise ConfigError(
+                f"{path} would have no effect: {name} reads the parts of the reward, not the whole; unset it"
+            )
+
+
+def _refuse_idle_scale_factor(role: str, given: float | None, settings: "UpdateSettings") -> None:
+    if given is not None and settings.loss_agg_mode != "seq-mean-token-sum-norm":
+        raise ConfigError(
+            f"{role}.loss_scale_factor is set but {role}.loss_agg_mode is {settings.loss_agg_mode}, which does not"
+            " read it; unset it"
+        )
+
+
+def _at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def find_warnings(config: Config, estimator: Estimator, actor: "UpdateSettings") -> list[str]:
+    """What a user might not have meant."""
+    found = []
+    if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        found.append(
+            f"both KL paths are on: actor.kl_loss_coef={config.actor.kl_loss_coef} in the loss and"
+            f" algorithm.kl_ctrl.kl_coef={config.algorithm.kl_ctrl.kl_coef} in the reward add up"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if actor.limit.tokens is not None and actor.limit.tokens < longest:
+        found.append(
+            f"actor.ppo_max_token_len_per_gpu={actor.limit.tokens} is less than data.max_prompt_length +"
+            f" data.max_response_length = {longest}: a longer trajectory will stop the run"
+        )
+    if actor.mini_batch_size > config.data.train_batch_size * config.rollout.n:
+        found.append(
+            f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size} is more than data.train_batch_size="
+            f"{config.data.train_batch_size}: one optimizer step takes the whole batch"
+        )
+    if estimator.groups and config.rollout.n == 1:
+        found.append(f"{estimator.name} with rollout.n=1 has groups of one, whose advantage is their raw score")
+    if config.reward.overlong_buffer.len > config.data.max_response_length:
+        found.append(
+            f"reward.overlong_buffer.len={config.reward.overlong_buffer.len} is more than data.max_response_length="
+            f"{config.data.max_response_length}: every answer is punished"
+        )
+    return found

@@ -1,0 +1,139 @@
+"""What estimators and losses are given of the batch.
+
+What an update of the actor must know of its whole mini-batch is found before the training pass. Bypass mode weighs
+and rejects by the current policy against the rollout's; some losses choose tokens over the mini-batch. Both see the
+current log-probs of all of it, whatever the cut.
+"""
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mppo.algorithm.advantages import AdvantageInputs
+from mppo.algorithm.policy_losses import MiniBatchInputs
+from mppo.algorithm.reduction import Reduction
+from mppo.algorithm.rollout_correction import CorrectionInputs, correct
+from mppo.batch.packed import PackedBatch
+from mppo.megatron.head import PolicyHead
+from mppo.megatron.objectives import LogProbPass
+from mppo.trainer.batches import StepBatch
+from mppo.trainer.resolve import Resolved
+from mppo.trainer.roles import TrainableRole
+
+
+def advantage_inputs(batch: StepBatch, reduction: Reduction) -> AdvantageInputs:
+    """What an estimator sees of this rank's part."""
+    packed, table = batch.packed, batch.table
+    indices = packed.indices.tolist()
+
+    def of_mine(numbers: list[float]) -> Tensor:
+        return torch.tensor([numbers[i] for i in indices], dtype=torch.double)
+
+    names = set(table.parts[0]).intersection(*table.parts)
+    return AdvantageInputs(
+        rewards=packed.rewards,
+        mask=packed.mask,
+        segments=packed.segments,
+        groups=packed.groups,
+        num_groups=max(table.groups) + 1,
+        indices=packed.indices,
+        num_trajectories=len(table),
+        values=packed.values,
+        reduction=reduction,
+        kept=packed.kept,
+        old_log_probs=packed.old_log_probs,
+        sum_pi_squared=packed.sum_pi_squared,
+        rollout_is_weights=packed.rollout_is_weights,
+        reward_baselines=None if table.baselines is None else of_mine(table.baselines),
+        reward_parts={name: of_mine([parts[name] for parts in table.parts]) for name in names},
+    )
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Prepares the mini-batches of one actor."""
+
+    resolved: Resolved
+    actor: TrainableRole
+    head: PolicyHead
+    reduction: Reduction
+
+    @property
+    def corrects(self) -> bool:
+        """Whether weights or rejection follow from the current policy."""
+        correction = self.resolved.correction
+        return correction.bypass_mode and (correction.rollout_is is not None or correction.rollout_rs is not None)
+
+    def prepare(self, batch: StepBatch, indices: list[int], number: int) -> tuple[StepBatch, dict[str, float]]:
+        """The batch with what the mini-batch `indices`, the `number`th of the training step, needs; and metrics.
+
+        Costs a forward pass over the mini-batch, unless nothing is needed, or the anchor is the current policy.
+        """
+        if not self.corrects and self.resolved.policy_loss.prepare is None:
+            return batch, {}
+        log_probs = self._current_log_probs(batch, indices, number)
+        metrics: dict[str, float] = {}
+        if self.corrects:
+            batch, metrics = self._correct(batch, indices, log_probs)
+        if self.resolved.policy_loss.prepare is not None:
+            batch = self._prepare_loss(batch, indices, log_probs, number)
+        return batch, metrics
+
+    def _current_log_probs(self, batch: StepBatch, indices: list[int], number: int) -> Tensor:
+        """`[T]`. Before the first update of a step they are those of the anchor, which need no pass."""
+        if number == 0 and not self.resolved.correction.bypass_mode:
+            return batch.packed.old_log_probs
+        limit = self.resolved.actor.infer_limit
+        return self.actor.forward(batch, limit, LogProbPass(self.head), indices)["log_probs"]
+
+    @staticmethod
+    def _part(batch: StepBatch, indices: list[int]) -> PackedBatch:
+        """This rank's trajectories of the mini-batch."""
+        return batch.packed.select([batch.place_of[i] for i in indices if i in batch.place_of])
+
+    def _correct(self, batch: StepBatch, indices: list[int], log_probs: Tensor) -> tuple[StepBatch, dict[str, float]]:
+        part = self._part(batch, indices)
+        inputs = CorrectionInputs(
+            log_probs=log_probs[part.origin],
+            rollout_log_probs=part.rollout_log_probs,
+            mask=part.training,
+            segments=part.segments,
+            reduction=self.reduction,
+        )
+        correction = correct(inputs, self.resolved.correction)
+        if correction.weights is not None:
+            batch = batch.with_fields(rollout_is_weights=_put_back(batch, part, correction.weights))
+        kept = batch.packed.training.clone()
+        kept[part.origin] = correction.kept
+        return batch.keeping(kept, self.reduction), correction.metrics
+
+    def _prepare_loss(self, batch: StepBatch, indices: list[int], log_probs: Tensor, number: int) -> StepBatch:
+        part, lengths = self._part(batch, indices), batch.table.lengths
+        starts, size = {}, 0
+        for index in indices:
+            starts[index] = size
+            size += lengths[index]
+        start = torch.tensor([starts[i] for i in part.indices.tolist()], dtype=torch.long)
+        seed = random.Random(f"{self.resolved.config.trainer.seed}/{batch.step}/{number}").getrandbits(60)
+        inputs = MiniBatchInputs(
+            log_probs=log_probs[part.origin],
+            old_log_probs=part.old_log_probs,
+            advantages=part.advantages,
+            mask=part.training,
+            segments=part.segments,
+            places=part.segments.expand(start) + part.positions,
+            size=size,
+            seed=seed,
+            reduction=self.reduction,
+        )
+        prepared = self.resolved.policy_loss.prepare(inputs)
+        return batch.with_fields(prepared={name: _put_back(batch, part, x) for name, x in prepared.items()})
+
+
+def _put_back(batch: StepBatch, part: PackedBatch, values: Tensor) -> Tensor:
+    """`[T]` of the whole rank, 0 outside the part."""
+    whole = values.new_zeros(len(batch.packed))
+    whole[part.origin] = values
+    return whole
