@@ -1,13 +1,15 @@
 """The few collectives of the control plane, each called by every rank whatever it holds."""
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from torch import Tensor
 
 from mppo.algorithm.reduction import Reduction
@@ -45,6 +47,14 @@ def data_parallel_reduction(topology: Topology) -> Reduction:
     return Reduction(
         sum=lambda x: reduced(x, dist.ReduceOp.SUM), max=lambda x: reduced(x, dist.ReduceOp.MAX), gather=gathered
     )
+
+
+def sum_with_gradient(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """A sum over the group through which gradients flow: `Segments.combine` where trajectories are cut over ranks.
+
+    Each rank's loss depends on the sums, so the gradients of all ranks add up on the way back.
+    """
+    return partial(torch.distributed.nn.functional.all_reduce, group=group)
 
 
 def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tensor:

@@ -73,16 +73,18 @@ def batch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]
     sums = torch.stack(
         [
             mask.sum().double(),
+            packed.mask.sum().double(),
             advantages.sum(),
             advantages.square().sum(),
             mismatch.abs().sum(),
             -mismatch.sum(),
         ]
     )
-    count, total, squares, distance, kl = reduction.sum(sums).tolist()
-    count = max(count, 1.0)
+    count, actions, total, squares, distance, kl = reduction.sum(sums).tolist()
+    kept_share, count = count / max(actions, 1.0), max(count, 1.0)
     mean = total / count
     return {
+        "batch/kept_share": kept_share,
         "advantage/mean": mean,
         "advantage/std": max(squares / count - mean * mean, 0.0) ** 0.5,
         "rollout/log_prob_distance": distance / count,

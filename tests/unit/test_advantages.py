@@ -87,7 +87,7 @@ def test_remax_takes_the_reward_of_the_greedy_answer_from_the_rewards_to_go(draw
 
 
 @pytest.mark.parametrize("name", ESTIMATORS.names())
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(advantage_batches(), st.data())
 def test_parts_of_a_batch_agree_with_the_whole(name, drawn, data):
     """Data-parallel ranks hold unequal parts, groups are spread over them, one may hold nothing."""
@@ -102,7 +102,7 @@ def test_parts_of_a_batch_agree_with_the_whole(name, drawn, data):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS.names())
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(advantage_batches(), st.data())
 def test_trajectories_may_come_in_any_order(name, drawn, data):
     batch, x = drawn
@@ -113,7 +113,7 @@ def test_trajectories_may_come_in_any_order(name, drawn, data):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS.names())
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(advantage_batches())
 def test_only_actions_that_train_have_an_advantage(name, drawn):
     _, x = drawn
@@ -123,7 +123,7 @@ def test_only_actions_that_train_have_an_advantage(name, drawn):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS.names())
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(advantage_batches())
 def test_a_trajectory_that_is_rejected_whole_moves_no_other(name, drawn):
     """The batch with it, and the batch without it."""

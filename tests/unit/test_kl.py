@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mppo.algorithm.kl import KL_FORMS, KLController, kl_penalty
+from mppo.algorithm.kl import KL_FORMS, KLController, check_kl_form, full, kl_penalty, kl_saturated
 from mppo.errors import ConfigError
 from tests.unit.samples import vectors
 
@@ -71,10 +71,64 @@ def test_k3_is_never_negative_and_bounded(d):
     assert math.isfinite(gradient)
 
 
-@pytest.mark.parametrize("form", ["k4", "k3++", "full"])
-def test_a_form_that_samples_cannot_give_is_named(form):
-    with pytest.raises(ConfigError, match=f"unknown KL form '{re.escape(form.removesuffix('+'))}'"):
-        kl_penalty(torch.zeros(1), torch.zeros(1), form)
+@given(vectors(3, 5), vectors(3, 5))
+def test_full_is_the_divergence_over_the_vocabulary(logits, ref_logits):
+    """And its gradient by the logits is `p (log p - log q - KL)`."""
+    logits.requires_grad_()
+    log_p, log_q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    value = full(log_p, log_q)
+    value.sum().backward()
+    exact = [
+        sum(math.exp(p) * (p - q) for p, q in zip(*rows, strict=True))
+        for rows in zip(log_p.tolist(), log_q.tolist(), strict=True)
+    ]
+    assert value.tolist() == pytest.approx(exact, abs=1e-12)
+    assert all(kl >= -1e-12 for kl in exact)
+    gradient = log_p.exp() * (log_p - log_q - value[:, None])
+    torch.testing.assert_close(logits.grad, gradient.detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["k4", "k3++"])
+def test_an_unknown_form_is_named(form):
+    for use in (lambda: kl_penalty(torch.zeros(1), torch.zeros(1), form), lambda: check_kl_form(form, "there")):
+        with pytest.raises(ConfigError, match=f"unknown KL form '{re.escape(form.removesuffix('+'))}'"):
+            use()
+
+
+def test_full_cannot_come_from_the_log_probs_of_samples():
+    with pytest.raises(ConfigError, match="the full KL is over the vocabulary"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "full")
+
+
+def test_full_with_a_gradient_of_k2_is_refused_at_its_place():
+    with pytest.raises(ConfigError, match=r"actor\.kl_loss_type=full\+: .*use full"):
+        check_kl_form("full+", "actor.kl_loss_type")
+
+
+@pytest.mark.parametrize("form", [*KL_FORMS.names(), "k1+", "k2+", "k3+", "abs+", "low_var_kl+"])
+def test_every_other_form_may_be_chosen(form):
+    assert check_kl_form(form, "there") is None
+
+
+@pytest.mark.parametrize("form", ["k3", "low_var_kl"])
+@given(st.floats(-30, 30))
+def test_k3_is_saturated_where_its_gradient_is_gone(form, d):
+    """At d = 0 the gradient is 0 without any clamp."""
+    value, gradient = value_and_gradient(form, d)
+    saturated = kl_saturated(torch.tensor([d], dtype=torch.double), torch.zeros(1), form).item()
+    assert saturated == (value == 10.0)
+    if abs(d) > 1e-6 and not 11 - 1e-3 < d < 11 + 1e-3:
+        assert saturated == (gradient == 0.0)
+
+
+@pytest.mark.parametrize(("d", "saturated"), [(-2.6, False), (-2.7, True), (10.99, False), (11.01, True), (-1e4, True)])
+def test_k3_saturates_below_minus_2_61_and_above_11(d, saturated):
+    assert kl_saturated(torch.tensor([d - 1.0]), torch.tensor([-1.0]), "k3").tolist() == [saturated]
+
+
+@pytest.mark.parametrize("form", ["k1", "k2", "abs", "mse", "k3+", "low_var_kl+"])
+def test_forms_without_clamps_in_their_gradient_have_no_saturation(form):
+    assert kl_saturated(torch.tensor([-50.0]), torch.zeros(1), form) is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,10 @@ def assert_same(one: PackedBatch, other: PackedBatch):
     assert one.cu_seqlens.tolist() == other.cu_seqlens.tolist()
     for name in CUT_ALIKE:
         a, b = getattr(one, name), getattr(other, name)
-        assert (a is None and b is None) or torch.equal(a, b), name
+        if isinstance(a, dict):
+            assert {key: x.tolist() for key, x in a.items()} == {key: x.tolist() for key, x in b.items()}, name
+        else:
+            assert (a is None and b is None) or torch.equal(a, b), name
 
 
 def test_a_state_is_about_predicting_the_next_token():
@@ -66,7 +69,8 @@ def test_selecting_is_packing_a_selection(data):
 @given(st.data(), st.integers(1, 9))
 def test_padding_fills_up_to_the_multiple_and_changes_nothing_else(data, multiple):
     batch = data.draw(packed_batches())
-    batch = batch.with_fields(values=data.draw(vectors(len(batch))), origin=torch.arange(len(batch)))
+    values, prepared = data.draw(vectors(2, len(batch)))
+    batch = batch.with_fields(values=values, prepared={"covers": prepared > 0}, origin=torch.arange(len(batch)))
     padded = batch.pad_to_multiple(multiple)
     extra = len(padded) - len(batch)
     assert 0 <= extra < multiple and len(padded) % multiple == 0
@@ -109,9 +113,10 @@ def test_positions_that_no_piece_holds_are_zero():
 
 def test_cutting_twice_keeps_all_fields_and_points_to_the_last_cut():
     batch = pack([trajectory([0, 1], index=i) for i in range(3)])
-    batch = batch.with_fields(weights=torch.arange(6.0))
+    batch = batch.with_fields(weights=torch.arange(6.0), prepared={"covers": torch.arange(6) > 0})
     twice = batch.select([2, 0]).select([1])
     assert (twice.indices.tolist(), twice.weights.tolist(), twice.origin.tolist()) == ([0], [0, 1], [2, 3])
+    assert twice.prepared["covers"].tolist() == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.unit.samples import assignments, held_by, normals, over_parts, segmen
 
 pytestmark = [pytest.mark.unit, pytest.mark.parametrize("case", CASES)]
 
-few = settings(max_examples=12)
+few = settings(max_examples=8)
 
 
 def with_nothing_chosen(x):
@@ -149,6 +149,7 @@ def test_it_is_finite_at_extreme_log_ratios(case, advantage, dtype):
         assert all(math.isfinite(s.reduce(x.mask).value) for s in result.statistics.values())
 
 
+@few
 @given(vectors(3), normals(6))
 def test_on_policy_it_is_the_policy_gradient(case, advantages, log_probs):
     """One advantage per trajectory: better than the baseline is pushed up, worse is pushed down, and by that much."""

@@ -126,7 +126,7 @@ def bounds(option, low, high):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(correction_batches(), st.sampled_from([0.05, 0.2, 0.6]))
 def test_an_option_rejects_by_its_formula(option, drawn, high):
     batch, x = drawn
@@ -204,7 +204,7 @@ def test_an_option_may_come_from_an_import_path():
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("option", ["token", "sequence"])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(correction_batches(), st.data())
 def test_the_cut_over_ranks_changes_neither_weights_nor_rejection(option, normalize, drawn, data):
     """Unequal parts, one of which may be empty."""

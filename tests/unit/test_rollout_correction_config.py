@@ -110,10 +110,10 @@ def test_a_threshold_of_weights_that_cannot_be_is_refused(threshold):
     [
         ({"rollout_rs": "token_k1"}, "rollout_rs_threshold is null; rollout_rs=token_k1 needs it"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": True}, "rollout_rs_threshold of token_k1 is True"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "of token_k1 is 0.5; .*must be at least 1"),
-        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.5"}, "of token_k2 .*only an upper bound"),
-        ({"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.1_0.5"}, "of seq_mean_k3 .*only an upper bound"),
-        ({"rollout_rs": "token_k2", "rollout_rs_threshold": -0.1}, "of token_k2 is -0.1; .*positive"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, ".*of token_k1 is 0.5; .*must be at least 1"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.5"}, ".*of token_k2 .*only an upper bound"),
+        ({"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.1_0.5"}, ".*of seq_mean_k3 .*only an upper bound"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": -0.1}, ".*of token_k2 is -0.1; .*positive"),
         (
             {"rollout_rs": "token_k2,token_k3", "rollout_rs_threshold": "1,2,3"},
             "rollout_rs_threshold has 3 thresholds for 2 options",

@@ -166,7 +166,7 @@ def test_the_effective_sample_size_is_the_share_that_the_weights_leave(ratios, s
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(correction_batches())
 def test_what_an_option_of_rejection_reports(option, drawn):
     batch, x = drawn
@@ -226,7 +226,7 @@ EVERYTHING = {
 }
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(correction_batches(), st.data(), st.sampled_from(["token", "sequence"]))
 def test_every_rank_reports_the_metrics_of_the_whole_batch(drawn, data, rollout_is):
     """However unevenly it is cut; a rank may hold nothing."""

@@ -48,7 +48,7 @@ def positions_of(assignment):
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(mini_batches(), st.data())
 def test_loss_gradient_and_statistics_of_two_slices_are_those_of_the_whole(case, mini_batch, data):
     """However the positions of a trajectory are spread; a rank may hold none of it."""
@@ -69,7 +69,7 @@ def test_loss_gradient_and_statistics_of_two_slices_are_those_of_the_whole(case,
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS.names())
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(mini_batches(), st.data())
 def test_token_weights_of_a_slice_are_those_of_the_whole(mode, mini_batch, data):
     batch, _ = mini_batch
@@ -83,7 +83,7 @@ def test_token_weights_of_a_slice_are_those_of_the_whole(mode, mini_batch, data)
     torch.testing.assert_close(weights, token_weights(mode, batch.mask, batch.segments, counts, 7.0))
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(mini_batches(), st.data())
 def test_a_sum_over_slices_has_the_gradient_of_the_whole(mini_batch, data):
     """Of a function of the sums that every rank reads with weights of its own."""
@@ -104,7 +104,7 @@ def test_a_sum_over_slices_has_the_gradient_of_the_whole(mini_batch, data):
     torch.testing.assert_close(gradient, leaf.grad)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(mini_batches(), st.data())
 def test_lengths_and_means_over_slices_are_those_of_the_whole(mini_batch, data):
     batch, x = mini_batch

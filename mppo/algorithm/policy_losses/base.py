@@ -55,8 +55,9 @@ class TokenLosses:
     statistics: dict[str, TokenStatistic] = field(default_factory=dict)
 
 
+@torch.no_grad()
 def anchor_statistics(x: PolicyInputs) -> dict[str, TokenStatistic]:
-    """How far the current policy is from the anchor, reported with every loss."""
+    """How far the current policy is from the anchor, reported with every loss; no gradient."""
     saturated = (x.log_probs - x.old_log_probs).abs() > LOG_RATIO_LIMIT
     return {
         "ratio_deviation": TokenStatistic((x.log_ratio.exp() - 1).abs()),

@@ -1,0 +1,152 @@
+"""The chunked output head, and sums over slices of trajectories, on real processes against dense single-process maths.
+
+torchrun --nproc-per-node N head_worker.py RESULTS
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.algorithm.conformance import draw_sample, loss_and_gradient, token_losses
+from mppo.algorithm.kl import full
+from mppo.algorithm.policy_losses import policy_loss
+from mppo.algorithm.segments import Segments
+from mppo.megatron.collectives import sum_with_gradient
+from mppo.megatron.head import LastHidden, PolicyHead
+
+HIDDEN = 12
+
+
+@dataclass(frozen=True)
+class HeadCase:
+    tokens: int = 23
+    vocabulary: int = 37
+    multiple: int = 8
+    """The vocabulary is padded to a multiple of this times the number of ranks."""
+    temperature: float = 1.0
+    chunk: int = 5
+    dtype: str = "float64"
+    nearness: float = 1.0
+    """How far the reference is from the policy."""
+
+    @property
+    def name(self) -> str:
+        return "-".join(f"{key}={value}" for key, value in asdict(self).items())
+
+
+HEAD_CASES = [
+    HeadCase(),
+    HeadCase(temperature=0.7),
+    HeadCase(chunk=1000),
+    HeadCase(chunk=1),
+    HeadCase(tokens=0),
+    HeadCase(vocabulary=40, multiple=1),
+    HeadCase(vocabulary=5, multiple=64),
+    HeadCase(nearness=1e-2),
+    HeadCase(dtype="float32"),
+    HeadCase(dtype="float32", nearness=1e-3),
+]
+SLICED_LOSSES = ("gspo", "geo_mean", "vanilla")
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    if not expected.numel():
+        return float(found.numel())
+    scale = expected.abs().max()
+    return ((found.double() - expected).abs().max() / (scale if scale > 0 else 1.0)).item()
+
+
+def head_errors(case: HeadCase) -> dict[str, float]:
+    """Every output and gradient of the head with this rank's rows, against the dense ones in float64."""
+    generator = torch.Generator().manual_seed(7)
+    ranks, rank, dtype = dist.get_world_size(), dist.get_rank(), getattr(torch, case.dtype)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.double)
+
+    def rounded(x: Tensor) -> Tensor:
+        """The inputs are exact in the dtype of the case."""
+        return x.to(dtype).double()
+
+    hidden, weight = rounded(draw(case.tokens, HIDDEN)), rounded(draw(case.vocabulary, HIDDEN))
+    ref_hidden = rounded(hidden + case.nearness * draw(case.tokens, HIDDEN))
+    ref_weight = rounded(weight + case.nearness * draw(case.vocabulary, HIDDEN))
+    labels = torch.randint(case.vocabulary, (case.tokens,), generator=generator)
+    slopes = draw(3, case.tokens)
+
+    columns = -(-case.vocabulary // (case.multiple * ranks)) * case.multiple
+    padding = torch.full((columns * ranks - case.vocabulary, HIDDEN), 1e3, dtype=torch.double)
+
+    def mine(rows: Tensor) -> Tensor:
+        return torch.cat([rows, padding])[rank * columns : (rank + 1) * columns].to(dtype)
+
+    expected = dense_head(hidden, weight, ref_hidden, ref_weight, labels, case.temperature, slopes)
+    own_hidden, own_weight = hidden.to(dtype).requires_grad_(), mine(weight).requires_grad_()
+    head = PolicyHead(case.vocabulary, case.temperature, dist.group.WORLD, case.chunk)
+    output = head(LastHidden(own_hidden, own_weight), labels, LastHidden(ref_hidden.to(dtype), mine(ref_weight)))
+    terms = torch.stack([output.log_probs, output.entropy, output.full_kl])
+    (terms * slopes.to(dtype)).sum().backward()
+    dist.all_reduce(own_hidden.grad)
+    found = {**vars(output), "hidden_grad": own_hidden.grad, "weight_grad": own_weight.grad}
+    expected["weight_grad"] = torch.cat([expected["weight_grad"], 0 * padding])[rank * columns : (rank + 1) * columns]
+    return {name: relative(found[name].detach(), value) for name, value in expected.items()}
+
+
+def dense_head(
+    hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, labels: Tensor, temperature: float, slopes
+) -> dict[str, Tensor]:
+    """log_softmax over the whole vocabulary, and plain autograd."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    log_p = torch.log_softmax(hidden @ weight.t() / temperature, -1)
+    log_q = torch.log_softmax(ref_hidden @ ref_weight.t() / temperature, -1)
+    outputs = {
+        "log_probs": log_p.gather(1, labels[:, None]).squeeze(1),
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "full_kl": full(log_p, log_q),
+    }
+    (torch.stack(list(outputs.values())) * slopes).sum().backward()
+    outputs["sum_pi_squared"] = (2 * log_p).exp().sum(-1)
+    return {name: x.detach() for name, x in outputs.items()} | {
+        "hidden_grad": hidden.grad,
+        "weight_grad": weight.grad,
+    }
+
+
+def sliced_errors(name: str) -> dict[str, float]:
+    """A loss whose trajectories are cut over the ranks, position by position, against the same loss on one."""
+    loss, group = policy_loss(name), dist.group.WORLD
+    sample = draw_sample(loss)
+    expected_loss, expected_gradient = loss_and_gradient(loss, sample)
+    positions = (sample.places % dist.get_world_size() == dist.get_rank()).nonzero().squeeze(-1)
+    segments = Segments(sample.segments.ids[positions], sample.segments.count, combine=sum_with_gradient(group))
+    part = sample.select(positions, segments)
+    log_probs = part.log_probs.clone().requires_grad_()
+    total = (token_losses(loss, part, log_probs) * part.weights).sum()
+    total.backward()
+    total = total.detach()
+    dist.all_reduce(total)
+    return {
+        "loss": relative(total, expected_loss),
+        "gradient": relative(torch.where(part.mask, log_probs.grad, 0.0), expected_gradient[positions]),
+    }
+
+
+def main(results: Path) -> None:
+    dist.init_process_group("gloo")
+    errors = {case.name: head_errors(case) for case in HEAD_CASES}
+    errors |= {name: sliced_errors(name) for name in SLICED_LOSSES}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, errors)
+    if dist.get_rank() == 0:
+        worst = {name: {k: max(rank[name][k] for rank in everyone) for k in errors[name]} for name in errors}
+        results.write_text(json.dumps(worst, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

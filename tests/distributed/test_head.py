@@ -1,0 +1,39 @@
+"""Log-probs, entropy, squares and exact KL from hidden states in chunks equal the dense ones, gradients included."""
+
+import pytest
+
+from tests.distributed.head_worker import HEAD_CASES, SLICED_LOSSES
+from tests.distributed.launch import torchrun_results
+
+pytestmark = pytest.mark.distributed
+
+RANKS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"tp{ranks}")
+def errors(request, tmp_path_factory):
+    return torchrun_results("head_worker.py", request.param, tmp_path_factory.mktemp("head") / "errors.json")
+
+
+@pytest.mark.parametrize("case", [case for case in HEAD_CASES if case.dtype == "float64"], ids=lambda case: case.name)
+def test_the_chunked_head_is_the_dense_one_in_float64(errors, case):
+    found = errors[case.name]
+    assert found.keys() == {"log_probs", "entropy", "full_kl", "sum_pi_squared", "hidden_grad", "weight_grad"}
+    assert max(found.values()) < 1e-9, found
+
+
+def test_it_is_the_dense_one_in_float32(errors):
+    found = next(errors[case.name] for case in HEAD_CASES if case.dtype == "float32" and case.nearness == 1.0)
+    assert max(found.values()) < 5e-6, found
+
+
+def test_a_kl_far_below_the_rounding_of_a_log_prob_is_still_right(errors):
+    """About 1e-6, from float32 logits that are off by 1e-6 themselves."""
+    found = next(errors[case.name] for case in HEAD_CASES if case.dtype == "float32" and case.nearness == 1e-3)
+    assert found["full_kl"] < 1e-2, found
+
+
+@pytest.mark.parametrize("name", SLICED_LOSSES)
+def test_trajectories_cut_over_ranks_give_the_loss_and_gradient_of_whole_ones(errors, name):
+    """Through Segments, position by position: what context parallelism relies on."""
+    assert max(errors[name].values()) < 1e-12, errors[name]
