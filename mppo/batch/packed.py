@@ -155,6 +155,37 @@ class PackedBatch:
         padded.positions[-short:] = torch.arange(short, device=self.tokens.device)
         return replace(padded, cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + short]))
 
+    def context_slice(self, rank: int, size: int) -> "PackedBatch":
+        """What context-parallel rank `rank` of `size` holds: two chunks of each trajectory, zigzag.
+
+        Each trajectory is padded to a multiple of `2 * size` and cut into as many chunks; rank r has chunks r and
+        `2 * size - 1 - r`, so that causal attention costs all ranks the same. Padding has no mask and origin -1.
+        `weights` are those of whole trajectories: take the slice after they are set.
+        """
+        if size == 1:
+            return self
+        lengths = self.cu_seqlens.diff().long()
+        chunk = -(-lengths // (2 * size))
+        cu_seqlens = torch.cat([lengths.new_zeros(1), (2 * chunk).cumsum(0)])
+        ids = torch.repeat_interleave(torch.arange(len(lengths)), 2 * chunk)
+        offset = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[ids]
+        is_back = offset >= chunk[ids]
+        place = torch.where(is_back, (2 * size - 2 - rank) * chunk[ids] + offset, rank * chunk[ids] + offset)
+        real = place < lengths[ids]
+        taken = self.cu_seqlens[:-1].long()[ids] + torch.where(real, place, 0)
+        sliced = self._take(taken.to(self.tokens.device), slice(None))
+        origin = taken if self.origin is None else self.origin.cpu()[taken]
+        cleared = {
+            name: x for name in ("labels", "mask", "weights", "kept") if (x := getattr(sliced, name)) is not None
+        }
+        return replace(
+            sliced,
+            cu_seqlens=cu_seqlens.int(),
+            positions=place,
+            origin=torch.where(real, origin, -1),
+            **{name: torch.where(real, x, torch.zeros_like(x)) for name, x in cleared.items()},
+        )
+
     def gather_back(self, origins: list[Tensor], values: list[Tensor]) -> Tensor:
         """`[T, ...]`: put values of pieces of this batch back to where each position came from; 0 elsewhere."""
         dtype, shape = (values[0].dtype, values[0].shape[1:]) if values else (torch.float32, ())

@@ -40,8 +40,6 @@ class ParallelConfig:
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError("parallel.sequence_parallel has no effect at tensor_model_parallel_size=1; unset it")
-        if self.context_parallel_size > 1:
-            raise ConfigError("parallel.context_parallel_size: mppo has no context parallelism; set it to 1")
 
 
 @dataclass

@@ -19,13 +19,6 @@ from mppo.megatron import platform
 from mppo.megatron.topology import Topology
 
 
-def sum_over_data_parallel(x: Tensor, topology: Topology) -> Tensor:
-    """All-reduce a copy of `x` over the data-parallel group."""
-    total = x.to(platform.device()).clone()
-    dist.all_reduce(total, group=topology.dp_group)
-    return total.to(x.device)
-
-
 def data_parallel_reduction(topology: Topology) -> Reduction:
     """Of numbers about a data-parallel rank's part of the batch."""
 
@@ -57,6 +50,15 @@ def sum_with_gradient(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     return partial(torch.distributed.nn.functional.all_reduce, group=group)
 
 
+def join_slices(x: Tensor, topology: Topology) -> Tensor:
+    """`[T, ...]` of which each context-parallel rank has its own positions, and 0 elsewhere -> all of it."""
+    if topology.cp == 1:
+        return x
+    joined = x.to(platform.device())
+    dist.all_reduce(joined, group=topology.cp_group)
+    return joined.to(x.device)
+
+
 def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tensor:
     """Give every pipeline stage what the last one holds; `like` has its shape and dtype."""
     if topology.pp == 1:
@@ -68,15 +70,17 @@ def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tenso
 
 
 def reduce_statistics(statistics: dict[str, Ratio], topology: Topology) -> dict[str, Ratio]:
-    """Metrics of a mini-batch, exact over the global batch: one all-reduce over DP, one broadcast over PP.
+    """Metrics of a mini-batch, exact over the global batch: one all-reduce over DP x CP, one broadcast over PP.
 
-    Every data-parallel rank must bring the same names.
+    Every rank of that group must bring the same names.
     """
     reduced: list[dict[str, Ratio]] = [{}]
     if topology.is_last_stage:
         names = sorted(statistics)
         table = torch.stack([torch.stack([statistics[n].numerator, statistics[n].denominator]) for n in names])
-        table = sum_over_data_parallel(table, topology).cpu()
+        table = table.to(platform.device())
+        dist.all_reduce(table, group=topology.dp_cp_group)
+        table = table.cpu()
         reduced = [
             {n: replace(statistics[n], numerator=r[0], denominator=r[1]) for n, r in zip(names, table, strict=True)}
         ]

@@ -1,15 +1,19 @@
 """Layer specs: Transformer Engine's where it is installed, otherwise Megatron's local ones with our own attention."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -35,10 +39,14 @@ class HostPackedSeqParams(PackedSeqParams):
     lengths: tuple[int, ...] = ()
 
 
-def packed_seq_params(cu_seqlens: Tensor, device: torch.device) -> HostPackedSeqParams:
-    """From the `[S+1]` boundaries on the host."""
-    on_device = cu_seqlens.to(device=device, dtype=torch.int32)
-    lengths = tuple(cu_seqlens.diff().tolist())
+def packed_seq_params(cu_seqlens: Tensor, device: torch.device, context_parallel_size: int = 1) -> HostPackedSeqParams:
+    """From the `[S+1]` boundaries on the host; under context parallelism those of this rank's slices.
+
+    Megatron is told the boundaries of whole sequences, of which this rank holds one part in `context_parallel_size`.
+    """
+    whole = cu_seqlens * context_parallel_size
+    on_device = whole.to(device=device, dtype=torch.int32)
+    lengths = tuple(whole.diff().tolist())
     longest = max(lengths)
     return HostPackedSeqParams(
         qkv_format="thd",
@@ -53,12 +61,15 @@ def packed_seq_params(cu_seqlens: Tensor, device: torch.device) -> HostPackedSeq
 class PackedAttention(MegatronModule):
     """Causal attention within each packed sequence: no padding, no look across a boundary; grouped queries.
 
-    Neighbours of the same length are attended to in one call.
+    Neighbours of the same length are attended to in one call. Under context parallelism this rank holds two chunks of
+    each sequence, one from its front and one from its back, so that all ranks have the same work (see
+    `PackedBatch.context_slice`); keys and values are gathered from all ranks, their gradients scattered back.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.context_parallel_size = config.context_parallel_size
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, packed_seq_params=None, **_
@@ -69,17 +80,60 @@ class PackedAttention(MegatronModule):
         """
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params (see mppo.megatron.layers.packed_seq_params)")
+        if self.context_parallel_size > 1:
+            group = parallel_state.get_context_parallel_group()
+            key, value = (
+                gather_from_sequence_parallel_region(x, group=group).chunk(group.size()) for x in (key, value)
+            )
+            attend = partial(self._attend_slices, group.rank())
+        else:
+            attend = self._attend
         outputs, start = [], 0
         for length, run in groupby(packed_seq_params.lengths):
-            count = len(list(run))
+            count, length = len(list(run)), length // self.context_parallel_size
             rows = slice(start, start + count * length)
-            q, k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
-            )
+
+            def of_run(x: Tensor, rows=rows, count=count, length=length) -> Tensor:
+                """`[count, heads, length, d]`"""
+                return x[rows].unflatten(0, (count, length)).transpose(1, 2)
+
+            out = attend(query, key, value, of_run)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
             start = rows.stop
         return torch.cat(outputs).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, of_run: Callable[[Tensor], Tensor]) -> Tensor:
+        """Whole sequences of one length."""
+        q, k, v = of_run(query), of_run(key), of_run(value)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
+        )
+
+    def _attend_slices(
+        self, rank: int, query: Tensor, keys: list[Tensor], values: list[Tensor], of_run: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Chunks `rank` and `2 cp - 1 - rank` of sequences of one length, against all keys up to each."""
+        ranks = len(keys)
+        q = of_run(query).chunk(2, dim=2)
+        k, v = (_in_order([of_run(x) for x in slices]) for slices in (keys, values))
+        outputs = []
+        for chunk, place in zip(q, (rank, 2 * ranks - 1 - rank), strict=True):
+            size = chunk.size(2)
+            end = (place + 1) * size
+            seen = torch.ones(size, end, dtype=torch.bool, device=chunk.device).tril(place * size)
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    chunk, k[:, :, :end], v[:, :, :end], seen,
+                    scale=self.softmax_scale, enable_gqa=q[0].size(1) != k.size(1),
+                )
+            )  # fmt: skip
+        return torch.cat(outputs, dim=2)
+
+
+def _in_order(slices: list[Tensor]) -> Tensor:
+    """`[count, groups, length, d]` of each rank -> `[count, groups, length * cp, d]`, as the sequence runs."""
+    halves = [x.chunk(2, dim=2) for x in slices]
+    return torch.cat([front for front, _ in halves] + [back for _, back in reversed(halves)], dim=2)
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:

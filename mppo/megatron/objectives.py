@@ -3,7 +3,8 @@
 They see actions only: A rows of the model's output, and a batch of A positions.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -58,6 +59,8 @@ class PolicyObjective:
     """Of the global mini-batch."""
     reference_weight: Tensor | None = None
     """`[V/tp, H]` of the reference, for the exact KL; the batch then brings `ref_hidden`."""
+    combine: Callable[[Tensor], Tensor] | None = None
+    """Adds up over context-parallel ranks, where trajectories are cut over them (see `Segments.combine`)."""
     offenders: Offenders = field(default_factory=Offenders)
     prefix: ClassVar[str] = "actor/"
     wants_hidden: ClassVar[bool] = True
@@ -75,7 +78,7 @@ class PolicyObjective:
             old_log_probs=torch.where(mask, batch.old_log_probs, 0.0),
             advantages=batch.advantages,
             mask=mask,
-            segments=batch.segments,
+            segments=replace(batch.segments, combine=self.combine),
             rollout_is_weights=batch.rollout_is_weights,
             rollout_log_probs=batch.rollout_log_probs,
             ref_log_probs=None if batch.ref_log_probs is None else torch.where(mask, batch.ref_log_probs, 0.0),

@@ -65,7 +65,7 @@ class ForwardStep:
                 input_ids=whole.tokens[None].to(device),
                 position_ids=whole.positions[None].to(device),
                 attention_mask=None,
-                packed_seq_params=packed_seq_params(whole.cu_seqlens, device),
+                packed_seq_params=packed_seq_params(whole.cu_seqlens, device, config.context_parallel_size),
             )
         return output, partial(self._close, actions.to(device), model)
 

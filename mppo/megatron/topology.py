@@ -1,5 +1,6 @@
 """Parallel sizes: checked against the world and the model, then given to Megatron-core."""
 
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,7 @@ class Topology:
     sequence_parallel: bool
     rank: int
     tp_rank: int
+    cp_rank: int
     pp_rank: int
     dp_rank: int
 
@@ -40,6 +42,15 @@ class Topology:
     @property
     def dp_group(self) -> dist.ProcessGroup:
         return parallel_state.get_data_parallel_group()
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_context_parallel_group()
+
+    @property
+    def dp_cp_group(self) -> dist.ProcessGroup:
+        """All ranks that hold a part of the tokens of a mini-batch."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     @property
     def is_last_stage(self) -> bool:
@@ -57,8 +68,21 @@ class Topology:
 
     @property
     def token_multiple(self) -> int:
-        """The tokens of a micro-batch must be a multiple of this (sequence parallelism cuts them evenly)."""
-        return self.tp if self.sequence_parallel else 1
+        """The tokens of a rank's slice of a micro-batch must be a multiple of this.
+
+        Sequence parallelism cuts them evenly; under context parallelism there are two chunks of each trajectory.
+        """
+        chunks = 2 if self.cp > 1 else 1
+        return math.lcm(chunks, self.tp) if self.sequence_parallel else chunks
+
+    def padded_length(self, length: int) -> int:
+        """Tokens that a trajectory takes up on all context-parallel ranks together."""
+        return length if self.cp == 1 else -(-length // (2 * self.cp)) * 2 * self.cp
+
+    def token_budget(self, per_rank: int) -> int:
+        """Padded tokens that a micro-batch may have on all context-parallel ranks together, padding of the slices
+        to `token_multiple` included."""
+        return self.cp * (per_rank - per_rank % self.token_multiple)
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
@@ -131,6 +155,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> Topology:
         sequence_parallel=parallel.sequence_parallel,
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
     )

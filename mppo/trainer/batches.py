@@ -10,7 +10,14 @@ from torch import Tensor
 from mppo.algorithm.aggregation import BatchCounts, token_weights
 from mppo.algorithm.reduction import Reduction
 from mppo.batch.packed import PackedBatch, pack
-from mppo.batch.plan import MicroBatchLimit, assign_ranks, plan_micro_batches, split_mini_batches, workload
+from mppo.batch.plan import (
+    MicroBatchLimit,
+    assign_ranks,
+    check_budget,
+    plan_micro_batches,
+    split_mini_batches,
+    workload,
+)
 from mppo.batch.trajectory import Trajectory
 from mppo.megatron.collectives import exchange, gather_from_all
 from mppo.megatron.topology import Topology
@@ -177,15 +184,28 @@ def _dense(groups: list[int]) -> list[int]:
 def micro_batches(
     batch: StepBatch, indices: list[int], limit: MicroBatchLimit, topology: Topology
 ) -> list[PackedBatch]:
-    """This rank's micro-batches of the trajectories `indices` (of the global batch); some may be all padding."""
+    """This replica's micro-batches of the trajectories `indices` (of the global batch); some may be empty."""
     parts = _by_rank(indices, [batch.table.rank_of[i] for i in indices], topology.dp)
-    if limit.tokens:  # padding to the multiple must fit in the budget as well
-        limit = MicroBatchLimit(tokens=limit.tokens - limit.tokens % topology.token_multiple)
-    plans = plan_micro_batches(parts, batch.table.lengths, limit, topology.micro_batch_multiple)
-    return [
-        batch.packed.select([batch.place_of[i] for i in piece]).pad_to_multiple(topology.token_multiple)
-        for piece in plans[topology.dp_rank]
-    ]
+    lengths = [topology.padded_length(length) for length in batch.table.lengths]
+    plans = plan_micro_batches(parts, lengths, replica_limit(limit, topology), topology.micro_batch_multiple)
+    return [batch.packed.select([batch.place_of[i] for i in piece]) for piece in plans[topology.dp_rank]]
+
+
+def replica_limit(limit: MicroBatchLimit, topology: Topology) -> MicroBatchLimit:
+    """What a micro-batch of all context-parallel ranks together may hold, in padded tokens."""
+    return limit if limit.tokens is None else MicroBatchLimit(tokens=topology.token_budget(limit.tokens))
+
+
+def for_rank(piece: PackedBatch, topology: Topology) -> PackedBatch:
+    """This rank's slice of a micro-batch, padded to what the layout asks for; an empty one is all padding."""
+    return piece.context_slice(topology.cp_rank, topology.cp).pad_to_multiple(topology.token_multiple)
+
+
+def check_budgets(table: TrajectoryTable, limits: list[MicroBatchLimit], topology: Topology) -> None:
+    """Raise DataError, on every rank alike and before any pass, for a trajectory that no micro-batch has room for."""
+    for index, length in enumerate(table.lengths):
+        for limit in limits:
+            check_budget(index, topology.padded_length(length), replica_limit(limit, topology))
 
 
 def mini_batch_indices(batch: StepBatch, settings: UpdateSettings, seed: int) -> Iterator[list[int]]:
@@ -203,7 +223,7 @@ def cut_mini_batch(batch: StepBatch, indices: list[int], settings: UpdateSetting
     counts = batch.table.counts(indices, settings.denominator)
     pieces = micro_batches(batch, indices, settings.limit, topology)
     actions = batch.table.counts(indices, "loss_mask").tokens
-    return MiniBatch([_weigh(piece, settings, counts) for piece in pieces], actions)
+    return MiniBatch([for_rank(_weigh(piece, settings, counts), topology) for piece in pieces], actions)
 
 
 def _weigh(piece: PackedBatch, settings: UpdateSettings, counts: BatchCounts) -> PackedBatch:

@@ -8,13 +8,13 @@ from mppo.batch.plan import MicroBatchLimit
 from mppo.config import OptimConfig
 from mppo.errors import TrainingError
 from mppo.megatron import platform
-from mppo.megatron.collectives import from_last_stage, gather_from_all, reduce_statistics
+from mppo.megatron.collectives import from_last_stage, gather_from_all, join_slices, reduce_statistics
 from mppo.megatron.model import wrap_for_training
 from mppo.megatron.objectives import NOT_FINITE, ForwardPass, Objective
 from mppo.megatron.optimizer import Optimizer
 from mppo.megatron.schedule import output_weight, run_schedule
 from mppo.megatron.topology import Topology
-from mppo.trainer.batches import MiniBatch, StepBatch, micro_batches
+from mppo.trainer.batches import MiniBatch, StepBatch, for_rank, micro_batches
 
 
 class Role:
@@ -32,12 +32,14 @@ class Role:
         the last one, and are None elsewhere.
         """
         indices = list(range(len(batch.table))) if indices is None else indices
-        pieces = micro_batches(batch, indices, limit, self.topology)
+        pieces = [for_rank(piece, self.topology) for piece in micro_batches(batch, indices, limit, self.topology)]
         outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)
         like = torch.zeros(len(batch.packed))
         gathered: dict[str, Tensor | None] = {}
         for name in closure.names:
             local = batch.packed.gather_back([o["origin"] for o in outputs], [o[name] for o in outputs])
+            if self.topology.is_last_stage:
+                local = join_slices(local, self.topology)
             if name == "hidden":
                 gathered[name] = local if self.topology.is_last_stage else None
             else:

@@ -10,16 +10,15 @@ from mppo.algorithm.advantages.groups import groups_of_one
 from mppo.algorithm.diagnostics import explained_variance
 from mppo.algorithm.kl import FULL, KLController, kl_penalty
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct
-from mppo.batch.plan import check_budget
 from mppo.batch.trajectory import Trajectory
 from mppo.errors import DataError, RewardError
 from mppo.megatron import platform
-from mppo.megatron.collectives import data_parallel_reduction, fail_together, gather_from_all
+from mppo.megatron.collectives import data_parallel_reduction, fail_together, gather_from_all, sum_with_gradient
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
 from mppo.rollout.engine import Request, SamplingParams
 from mppo.rollout.rewards import score
 from mppo.trainer.assemble import Parts
-from mppo.trainer.batches import StepBatch, balance, cut_mini_batch, mini_batch_indices
+from mppo.trainer.batches import StepBatch, balance, check_budgets, cut_mini_batch, mini_batch_indices
 from mppo.trainer.collecting import greedy_rewards, select_groups, values_of_groups
 from mppo.trainer.metrics import MeanOverUpdates, batch_metrics, trajectory_metrics
 from mppo.trainer.preparation import Preparation, advantage_inputs
@@ -57,6 +56,7 @@ class Trainer:
             control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon
         )
         self.reduction = data_parallel_reduction(self.topology)
+        self.combine = sum_with_gradient(self.topology.cp_group) if self.topology.cp > 1 else None
         self.moments = RunningMoments()
         self.batches_drawn = 0
         """Batches of prompts that the run has asked for; with dynamic sampling a step may ask for several."""
@@ -181,9 +181,7 @@ class Trainer:
         hidden = self.parts.model.config.hidden_size
         baselines = greedy_rewards(rollout) if self.resolved.estimator.greedy_baseline else None
         batch = balance(rollout.trajectories, self.resolved.actor, hidden, step, self.topology, baselines)
-        for index, length in enumerate(batch.table.lengths):
-            for limit in self.resolved.limits:  # before any pass of the step, and on every rank alike
-                check_budget(index, length, limit)
+        check_budgets(batch.table, self.resolved.limits, self.topology)
         self.metrics |= trajectory_metrics(batch.table)
         return batch
 
@@ -334,7 +332,7 @@ class Trainer:
         for number, indices in enumerate(mini_batch_indices(batch, settings, self.config.trainer.seed)):
             prepared, metrics = self.preparation.prepare(batch, indices, number)
             mini_batch = cut_mini_batch(prepared, indices, settings, self.topology)
-            objective = PolicyObjective(self.parts.head, terms, mini_batch.actions, reference_weight)
+            objective = PolicyObjective(self.parts.head, terms, mini_batch.actions, reference_weight, self.combine)
             mean.add(*self.parts.actor.update(mini_batch, objective), metrics)
         self.metrics |= mean.metrics()
         if terms.kl_loss_coef is not None:

@@ -7,6 +7,7 @@ from mppo.config import ParallelConfig
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 SP = {"sequence_parallel": True}
 
 LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
@@ -16,6 +17,10 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
     "pp2": (2, ParallelConfig(**PP2)),
     "pp2-vpp2": (2, ParallelConfig(**PP2, **VPP2)),
     "dp2": (2, ParallelConfig()),
+    "cp2": (2, ParallelConfig(**CP2)),
+    "tp2-cp2-sp": (4, ParallelConfig(**TP2, **CP2, **SP)),
+    "pp2-vpp2-cp2": (4, ParallelConfig(**PP2, **VPP2, **CP2)),
+    "cp2-dp2": (4, ParallelConfig(**CP2)),
     "tp2-pp2-sp": (4, ParallelConfig(**TP2, **PP2, **SP)),
     "tp2-pp2-vpp2-sp": (4, ParallelConfig(**TP2, **PP2, **VPP2, **SP)),
     "pp2-dp2": (4, ParallelConfig(**PP2)),
@@ -65,13 +70,13 @@ CASES = sorted(
     [
         *(Case(layout) for layout in LAYOUTS),
         *(Case(layout, "reward") for layout in LAYOUTS),
-        *(Case(layout, mode=mode) for layout in ("single", "dp2", "tp2-pp2-sp") for mode in MODES),
+        *(Case(layout, mode=mode) for layout in ("single", "dp2", "cp2", "tp2-pp2-sp") for mode in MODES),
         *(Case(layout, "reward", mode=mode) for layout in ("dp2",) for mode in MODES),
         *(Case(layout, temperature=0.7) for layout in ("single", "tp2", "pp2-dp2", "tp2-pp2-sp")),
         *(Case(layout, model, idle_rank=True) for layout in ("dp2", "pp2-dp2") for model in ("llama", "reward")),
         *(
             Case(layout, model)
-            for layout in ("single", "tp2", "pp2", "tp2-pp2-sp")
+            for layout in ("single", "tp2", "pp2", "cp2", "tp2-pp2-sp")
             for model in ("llama-tied", "qwen2", "qwen2-tied", "qwen3", "reward-tied")
         ),
         *(Case("pp2-vpp2", model) for model in ("llama-tied", "qwen3")),

@@ -23,12 +23,19 @@ from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.trajectory import Trajectory
 from mppo.config import ModelSource
 from mppo.megatron import topology as layouts
-from mppo.megatron.collectives import gather_from_all, reduce_statistics, sum_over_data_parallel
+from mppo.megatron.collectives import (
+    data_parallel_reduction,
+    gather_from_all,
+    join_slices,
+    reduce_statistics,
+    sum_with_gradient,
+)
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks, wrap_for_training
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ValueObjective, ValuePass
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
+from mppo.trainer.batches import for_rank
 from mppo.weights.pretrained import PretrainedModel, open_model
 from mppo.weights.transfer import load, local_parameters
 from tests.distributed.dense_reference import (
@@ -91,6 +98,7 @@ class Comparison:
 
     def __init__(self, case: Case, topology: Topology, models: Path):
         self.case, self.topology = case, topology
+        self.reduction = data_parallel_reduction(topology)
         self.critic = case.model in REWARD_MODELS
         folder = str(models / case.model)
         source = ModelSource(path=folder, dtype="float32", make_vocab_size_divisible_by=case.vocabulary_multiple)
@@ -165,7 +173,7 @@ class Comparison:
 
     def _micro_batches(self, batch: PackedBatch) -> list[PackedBatch]:
         mine = self.case.parts[self.topology.dp_rank]
-        return [batch.select(which).pad_to_multiple(self.topology.token_multiple) for which in mine]
+        return [for_rank(batch.select(which), self.topology) for which in mine]
 
     @property
     def _head(self) -> PolicyHead:
@@ -177,7 +185,8 @@ class Comparison:
             return ValueObjective(VALUE_CLIP, actions)
         vanilla = policy_loss("vanilla", {"clip_ratio": CLIP, "clip_ratio_c": DUAL_CLIP})
         terms = ActorTerms(vanilla, entropy_coeff=ENTROPY_COEFF, kl_loss_coef=KL_COEFF)
-        return PolicyObjective(self._head, terms, actions)
+        combine = sum_with_gradient(self.topology.cp_group) if self.topology.cp > 1 else None
+        return PolicyObjective(self._head, terms, actions, combine=combine)
 
     def _output_errors(self, batch: PackedBatch, expected: dict[str, Tensor]) -> dict[str, float]:
         pieces = self._micro_batches(batch)
@@ -188,7 +197,7 @@ class Comparison:
         errors = {}
         for name, dense in expected.items():
             found = batch.gather_back([o["origin"] for o in outputs], [o[name] for o in outputs])
-            found = sum_over_data_parallel(found, self.topology)
+            found = self.reduction.sum(join_slices(found, self.topology))
             errors[name] = relative_error(found[batch.mask], packed(dense.detach(), self.dense)[batch.mask])
         return errors
 

@@ -57,7 +57,6 @@ def test_clip_ratio_sets_both_sides_unless_a_side_is_given():
         ("actor.use_dynamic_bsz=true", "actor.ppo_micro_batch_size_per_gpu has no effect"),
         ("parallel.sequence_parallel=true", "parallel.sequence_parallel has no effect"),
         ("parallel.virtual_pipeline_model_parallel_size=2", "needs pipeline_model_parallel_size"),
-        ("parallel.context_parallel_size=2", "parallel.context_parallel_size"),
         ("data.overlong_prompts=drop", "data.overlong_prompts is 'drop'"),
         ("model.dtype=float16", "model.dtype is 'float16'"),
         ("rollout.top_p=0", "rollout.top_p is 0"),
