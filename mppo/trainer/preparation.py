@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mppo.algorithm.advantages import AdvantageInputs
-from mppo.algorithm.policy_losses import MiniBatchInputs
+from mppo.algorithm.policy_losses import MiniBatchInputs, PolicyLoss
 from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct
 from mppo.batch.packed import PackedBatch
@@ -88,13 +88,8 @@ class Preparation:
         limit = self.resolved.actor.infer_limit
         return self.actor.forward(batch, limit, LogProbPass(self.head), indices)["log_probs"]
 
-    @staticmethod
-    def _part(batch: StepBatch, indices: list[int]) -> PackedBatch:
-        """This rank's trajectories of the mini-batch."""
-        return batch.packed.select([batch.place_of[i] for i in indices if i in batch.place_of])
-
     def _correct(self, batch: StepBatch, indices: list[int], log_probs: Tensor) -> tuple[StepBatch, dict[str, float]]:
-        part = self._part(batch, indices)
+        part = _part(batch, indices)
         inputs = CorrectionInputs(
             log_probs=log_probs[part.origin],
             rollout_log_probs=part.rollout_log_probs,
@@ -110,26 +105,41 @@ class Preparation:
         return batch.keeping(kept, self.reduction), correction.metrics
 
     def _prepare_loss(self, batch: StepBatch, indices: list[int], log_probs: Tensor, number: int) -> StepBatch:
-        part, lengths = self._part(batch, indices), batch.table.lengths
-        starts, size = {}, 0
-        for index in indices:
-            starts[index] = size
-            size += lengths[index]
-        start = torch.tensor([starts[i] for i in part.indices.tolist()], dtype=torch.long)
         seed = random.Random(f"{self.resolved.config.trainer.seed}/{batch.step}/{number}").getrandbits(60)
-        inputs = MiniBatchInputs(
-            log_probs=log_probs[part.origin],
-            old_log_probs=part.old_log_probs,
-            advantages=part.advantages,
-            mask=part.training,
-            segments=part.segments,
-            places=part.segments.expand(start) + part.positions,
-            size=size,
-            seed=seed,
-            reduction=self.reduction,
-        )
-        prepared = self.resolved.policy_loss.prepare(inputs)
-        return batch.with_fields(prepared={name: _put_back(batch, part, x) for name, x in prepared.items()})
+        return prepare_loss(self.resolved.policy_loss, batch, indices, log_probs, seed, self.reduction)
+
+
+def prepare_loss(
+    loss: PolicyLoss, batch: StepBatch, indices: list[int], log_probs: Tensor, seed: int, reduction: Reduction
+) -> StepBatch:
+    """The batch with what the `prepare` of the loss finds in the mini-batch `indices`.
+
+    `log_probs [T]` are those of the policy about to be updated. Collective over data-parallel ranks.
+    """
+    part, lengths = _part(batch, indices), batch.table.lengths
+    starts, size = {}, 0
+    for index in indices:
+        starts[index] = size
+        size += lengths[index]
+    start = torch.tensor([starts[i] for i in part.indices.tolist()], dtype=torch.long)
+    inputs = MiniBatchInputs(
+        log_probs=log_probs[part.origin],
+        old_log_probs=part.old_log_probs,
+        advantages=part.advantages,
+        mask=part.training,
+        segments=part.segments,
+        places=part.segments.expand(start) + part.positions,
+        size=size,
+        seed=seed,
+        reduction=reduction,
+    )
+    prepared = loss.prepare(inputs)
+    return batch.with_fields(prepared={name: _put_back(batch, part, x) for name, x in prepared.items()})
+
+
+def _part(batch: StepBatch, indices: list[int]) -> PackedBatch:
+    """This rank's trajectories of the mini-batch."""
+    return batch.packed.select([batch.place_of[i] for i in indices if i in batch.place_of])
 
 
 def _put_back(batch: StepBatch, part: PackedBatch, values: Tensor) -> Tensor:
