@@ -70,15 +70,19 @@ def typed(schema: type, values: dict[str, Any], where: str, reader: str) -> Any:
 class Registry(Generic[T]):
     """A name -> Plugin table for one kind of thing."""
 
-    def __init__(self, kind: str):
-        self.kind = kind
+    def __init__(self, kind: str, traits: tuple[str, ...] = ()):
+        self.kind, self.traits = kind, traits
         self._plugins: dict[str, Plugin[T]] = {}
 
     def register(self, name: str, *, config: type = NoConfig, override: bool = False, **traits: Any):
         """Decorator: register a callable under `name`, with the dataclass of its knobs.
 
-        Raises ConfigError when the name is taken and `override` is not set: names cannot clash silently.
+        Raises ConfigError when the name is taken and `override` is not set: names cannot clash silently; and for a
+        trait that this kind does not have.
         """
+        for trait in traits:
+            if trait not in self.traits:
+                raise ConfigError(f"{self.kind} {name!r}: there is no trait {trait!r}{nearest(trait, self.traits)}")
 
         def decorate(fn: T) -> T:
             if name in self._plugins and not override:

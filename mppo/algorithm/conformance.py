@@ -36,6 +36,8 @@ class Sample:
 
     log_probs: Tensor
     old_log_probs: Tensor
+    rollout_log_probs: Tensor
+    ref_log_probs: Tensor
     advantages: Tensor
     mask: Tensor
     segments: Segments
@@ -59,7 +61,16 @@ class Sample:
         return self.select(torch.cat([torch.zeros(0, dtype=torch.long), *positions]), segments)
 
 
-VECTORS = ("log_probs", "old_log_probs", "advantages", "mask", "places", "weights")
+VECTORS = (
+    "log_probs",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "mask",
+    "places",
+    "weights",
+)
 
 
 def draw_sample(loss: PolicyLoss, seed: int = 0, dtype: torch.dtype = torch.double) -> Sample:
@@ -78,6 +89,8 @@ def draw_sample(loss: PolicyLoss, seed: int = 0, dtype: torch.dtype = torch.doub
     return Sample(
         log_probs=(old + log_ratio).to(dtype),
         old_log_probs=old.to(dtype),
+        rollout_log_probs=(old - 0.1 * log_ratio).to(dtype),
+        ref_log_probs=(old - 0.5 * log_ratio).to(dtype),
         advantages=advantages.to(dtype),
         mask=mask,
         segments=segments,
@@ -102,7 +115,7 @@ def prepared(loss: PolicyLoss, sample: Sample, size: int, reduction: Reduction =
         seed=1,
         reduction=reduction,
     )
-    return replace(sample, prepared=loss.prepare(x))
+    return replace(sample, prepared=loss.prepared(x))
 
 
 def token_losses(loss: PolicyLoss, sample: Sample, log_probs: Tensor, stop: Callable | None = None) -> Tensor:
@@ -113,6 +126,8 @@ def token_losses(loss: PolicyLoss, sample: Sample, log_probs: Tensor, stop: Call
         advantages=sample.advantages,
         mask=sample.mask,
         segments=sample.segments,
+        rollout_log_probs=sample.rollout_log_probs,
+        ref_log_probs=sample.ref_log_probs,
         prepared=sample.prepared,
         **({} if stop is None else {"stop_gradient": stop}),
     )
@@ -184,6 +199,8 @@ def _mask(loss: PolicyLoss, sample: Sample) -> Finding:
         sample,
         log_probs=torch.where(hidden, -7e5, sample.log_probs),
         old_log_probs=torch.where(hidden, 3e4, sample.old_log_probs),
+        rollout_log_probs=torch.where(hidden, torch.nan, sample.rollout_log_probs),
+        ref_log_probs=torch.where(hidden, torch.nan, sample.ref_log_probs),
         advantages=torch.where(hidden, torch.nan, sample.advantages),
     )
     hint = "take sequence statistics with segments.mean(x, mask), and no mean over all positions"

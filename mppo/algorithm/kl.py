@@ -12,7 +12,7 @@ from mppo.registry import Registry
 LOG_RATIO_LIMIT = 20.0
 """Every log-ratio that is exponentiated is clamped to plus and minus this (decisions: clamps)."""
 
-KL_FORMS: Registry[Callable[..., Tensor]] = Registry("KL form")
+KL_FORMS: Registry[Callable[..., Tensor]] = Registry("KL form", traits=("saturated",))
 """`d [T] -> penalty [T]`, d = log pi - log ref of the sampled token. Register with `saturated=`, a function
 from d to bool, where a clamp takes the gradient away."""
 

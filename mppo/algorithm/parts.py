@@ -11,6 +11,8 @@ from torch import Tensor
 from mppo.algorithm.reduction import Reduction
 
 Part = TypeVar("Part")
+PATIENCE = 30.0
+"""Seconds that a part waits for the others: those that call an exchange unequally must not wait for ever."""
 
 
 class Exchange:
@@ -42,7 +44,7 @@ class Exchange:
 def in_parts(parts: Sequence[Part], fn: Callable[[Part, Exchange], Any]) -> list[Any]:
     """`fn` of each part at the same time; the results, in order. What one of them raises is raised here."""
     slots: list[Any] = [None] * len(parts)
-    barrier = Barrier(len(parts))
+    barrier = Barrier(len(parts), timeout=PATIENCE)
 
     def run(rank: int) -> Any:
         try:
@@ -55,5 +57,6 @@ def in_parts(parts: Sequence[Part], fn: Callable[[Part, Exchange], Any]) -> list
         futures = [pool.submit(run, rank) for rank in range(len(parts))]
         errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
-        raise next((error for error in errors if not isinstance(error, BrokenBarrierError)), errors[0])
+        first = next((error for error in errors if not isinstance(error, BrokenBarrierError)), None)
+        raise first or RuntimeError("some ranks reduced over the others and some did not: all must, whatever they hold")
     return [future.result() for future in futures]

@@ -1,6 +1,7 @@
 """Named numbers over the global batch, from one sum and one maximum over its parts."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ class Summary:
     def mean(self, name: str, x: Tensor, over: Tensor) -> None:
         self._sums[name] = (_moments(x, over)[:2], _mean)
 
+    def normaliser(self, name: str, x: Tensor, over: Tensor) -> None:
+        """The mean, or 1 where it is too small to divide by."""
+        self._sums[name] = (_moments(x, over)[:2], _mean_or_one)
+
     def std(self, name: str, x: Tensor, over: Tensor, *, unbiased: bool) -> None:
         """Root of the mean squared deviation; `unbiased` divides by n - 1, and is 0 for fewer than two."""
         self._sums[name] = (_moments(x, over), _unbiased_std if unbiased else _std)
@@ -36,19 +41,51 @@ class Summary:
     def smallest(self, name: str, x: Tensor, over: Tensor) -> None:
         self._largest[name] = (_largest(-x, over), -1.0)
 
-    def finish(self, reduction: Reduction) -> dict[str, float]:
-        """The numbers over all parts, under their names."""
-        result = {}
+    def finish(self, reduction: Reduction) -> "Reduced":
+        """Over all parts of the batch."""
+        moments: dict[str, list[float]] = {}
         if self._sums:
-            pieces = reduction.sum(torch.cat([moments for moments, _ in self._sums.values()]))
-            sizes = [len(moments) for moments, _ in self._sums.values()]
-            for (name, (_, number)), piece in zip(self._sums.items(), pieces.split(sizes), strict=True):
-                result[name] = number(piece.tolist())
+            sizes = [len(x) for x, _ in self._sums.values()]
+            pieces = reduction.sum(torch.cat([x for x, _ in self._sums.values()])).split(sizes)
+            moments = {name: piece.tolist() for name, piece in zip(self._sums, pieces, strict=True)}
+        largest: dict[str, float] = {}
         if self._largest:
             extremes = reduction.max(torch.stack([x for x, _ in self._largest.values()])).tolist()
-            for (name, (_, sign)), extreme in zip(self._largest.items(), extremes, strict=True):
-                result[name] = sign * extreme if extreme > -torch.inf else 0.0
-        return result
+            largest = dict(zip(self._largest, extremes, strict=True))
+        return Reduced(
+            {name: (moments[name], number) for name, (_, number) in self._sums.items()},
+            {name: (largest[name], sign) for name, (_, sign) in self._largest.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What is known of a whole batch. Those of several batches add up to that of all of them."""
+
+    moments: dict[str, tuple[list[float], Callable[[list[float]], float]]] = field(default_factory=dict)
+    """Sums, and the number that is made of them."""
+    largest: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Extremes times their sign (-1 for a smallest), and the sign."""
+
+    def __add__(self, other: "Reduced") -> "Reduced":
+        """Of two batches with the same names."""
+        return Reduced(
+            {
+                name: ([a + b for a, b in zip(sums, other.moments[name][0], strict=True)], number)
+                for name, (sums, number) in self.moments.items()
+            },
+            {name: (max(x, other.largest[name][0]), sign) for name, (x, sign) in self.largest.items()},
+        )
+
+    def __or__(self, other: "Reduced") -> "Reduced":
+        """Of one batch under two sets of names."""
+        return Reduced(self.moments | other.moments, self.largest | other.largest)
+
+    def numbers(self, prefix: str = "") -> dict[str, float]:
+        """The numbers under their names; one over nothing is 0."""
+        means = {prefix + name: number(sums) for name, (sums, number) in self.moments.items()}
+        extremes = {prefix + name: 0.0 if x == -torch.inf else sign * x for name, (x, sign) in self.largest.items()}
+        return means | extremes
 
 
 def _moments(x: Tensor, over: Tensor) -> Tensor:
@@ -65,6 +102,11 @@ def _largest(x: Tensor, over: Tensor) -> Tensor:
 def _mean(moments: list[float]) -> float:
     count, total = moments
     return total / max(count, 1.0)
+
+
+def _mean_or_one(moments: list[float]) -> float:
+    mean = _mean(moments)
+    return mean if mean > 1e-8 else 1.0
 
 
 def _std(moments: list[float]) -> float:

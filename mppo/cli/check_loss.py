@@ -32,7 +32,10 @@ def _parsed(knobs: list[str]) -> dict[str, object]:
     for knob in knobs:
         if "=" not in knob:
             raise ConfigError(f"{knob!r} is not a knob; give name=value, clip_ratio=0.1 for example")
-    return {name: yaml.safe_load(value) for name, _, value in (knob.partition("=") for knob in knobs)}
+    try:
+        return {name: yaml.safe_load(value) for name, _, value in (knob.partition("=") for knob in knobs)}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{' '.join(knobs)}: a value cannot be read: {error}") from error
 
 
 def _print(name: str, findings: list[Finding], console: Console) -> None:
@@ -53,6 +56,8 @@ def curve(loss: PolicyLoss, advantage: float, ratios: Tensor) -> tuple[Tensor, T
     sample = Sample(
         log_probs=old + ratios.log(),
         old_log_probs=old,
+        rollout_log_probs=old,
+        ref_log_probs=old,
         advantages=torch.full_like(ratios, advantage),
         mask=torch.ones(count, dtype=torch.bool),
         segments=Segments(torch.arange(count), count),
@@ -80,6 +85,9 @@ def draw(loss: PolicyLoss, path: Path) -> Path:
         axes.axvline(1.0, color="grey", linewidth=0.5)
         axes.set(title=f"{loss.name}, advantage {advantage:+g}", xlabel="ratio of the current policy to the old")
         axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error}") from error
     return path

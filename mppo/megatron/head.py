@@ -21,9 +21,6 @@ class LastHidden:
     weight: Tensor
     """`[V/tp, H]`: this rank's rows of the output projection (of the embedding, if they are tied)."""
 
-    def detach(self) -> "LastHidden":
-        return LastHidden(self.hidden.detach(), self.weight.detach())
-
 
 @dataclass(frozen=True)
 class HeadOutput:

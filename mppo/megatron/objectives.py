@@ -144,8 +144,10 @@ class LogProbPass:
     wants_hidden: ClassVar[bool] = True
 
     def __call__(self, output: LastHidden, batch: PackedBatch) -> dict[str, Tensor]:
-        head = self.head(output, batch.labels)
-        return {**vars(head), "hidden": output.hidden, "origin": batch.origin}
+        found = vars(self.head(output, batch.labels))
+        if "hidden" in self.names:  # to the host at once: the schedule holds what every micro-batch returns
+            found = found | {"hidden": output.hidden.cpu()}
+        return {name: found[name] for name in self.names} | {"origin": batch.origin}
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class ReferencePass:
     wants_hidden: ClassVar[bool] = True
 
     def __call__(self, output: LastHidden, batch: PackedBatch) -> dict[str, Tensor]:
-        result = LogProbPass(self.head)(output, batch)
+        result = LogProbPass(self.head, tuple(n for n in self.names if n != "full_kl"))(output, batch)
         if "full_kl" in self.names:
             anchor = LastHidden(batch.old_hidden, self.anchor_weight)
             result["full_kl"] = self.head(anchor, batch.labels, reference=output).full_kl

@@ -25,7 +25,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts in memory. The order of draws is a pure function of the seed and the step, so resuming needs no state."""
+    """Prompts in memory. The order of draws is a pure function of the seed and of how many batches were drawn."""
 
     prompts: list[Prompt]
     skipped: int = 0
@@ -34,13 +34,13 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def draw(self, step: int, count: int, seed: int | None) -> list[Prompt]:
-        """The `count` prompts of training step `step` (from 0): epoch after epoch, each in an order of its own.
+    def draw(self, batch: int, count: int, seed: int | None) -> list[Prompt]:
+        """The `count` prompts of the `batch`th batch drawn (from 0): epoch after epoch, each in an order of its own.
 
         `seed=None`: in the order of the files.
         """
         size = len(self.prompts)
-        places = [divmod(place, size) for place in range(step * count, (step + 1) * count)]
+        places = [divmod(place, size) for place in range(batch * count, (batch + 1) * count)]
         orders = {epoch: self._order(epoch, seed) for epoch in {epoch for epoch, _ in places}}
         return [self.prompts[orders[epoch][offset]] for epoch, offset in places]
 

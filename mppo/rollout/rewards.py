@@ -116,6 +116,18 @@ def score(
     return accuracies
 
 
+def check_parts(trajectories: list[Trajectory], keys: tuple[str, ...]) -> None:
+    """Raise RewardError for a trajectory without one of the named parts of the reward that the estimator reads."""
+    for trajectory in trajectories:
+        for key in keys:
+            if key not in trajectory.parts:
+                reported = ", ".join(sorted(trajectory.parts)) or "none"
+                raise RewardError(
+                    f"trajectory {trajectory.index}: the reward function reported no part {key!r}, which"
+                    f" algorithm.adv_options names; it reported {reported}"
+                )
+
+
 def _checked(function: RewardFunction, sample: Sample) -> Reward:
     where = (
         f"reward of trajectory {sample.trajectory.index}, prompt {sample.prompt[-200:]!r},"

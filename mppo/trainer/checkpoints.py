@@ -62,8 +62,8 @@ class Checkpoints:
             load_role(role.chunks, role.optimizer, source / name)
         run = dist_checkpointing.load_common_state_dict(str(source / "run"))
         trainer.kl_controller.coefficient = run["kl_coefficient"]
-        trainer.batches_drawn = run["batches_drawn"]
-        trainer.moments = RunningMoments(**run["reward_moments"])
+        trainer.batches_drawn = run.get("batches_drawn", run["step"])
+        trainer.moments = RunningMoments(**run.get("reward_moments", {}))
         if run["layout"] == self._layout(trainer):  # another layout has other ranks, and starts its generators anew
             states = dist_checkpointing.load({**random_state(trainer.topology)}, str(source / "run"))
             set_random_state(states["rng"])

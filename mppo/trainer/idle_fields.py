@@ -3,11 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 from mppo.algorithm.advantages import Estimator
+from mppo.algorithm.kl import FULL
 from mppo.config import Config
 from mppo.errors import ConfigError
 
 if TYPE_CHECKING:
     from mppo.trainer.resolve import Resolved, UpdateSettings
+
+
+Rule = tuple[bool, str, str]
+"""Whether a field is unread, its path, and why."""
 
 
 def refuse_idle_fields(resolved: "Resolved") -> None:
@@ -25,10 +30,8 @@ def refuse_idle_fields(resolved: "Resolved") -> None:
             " algorithm.overlong_masking takes anything out; unset it or change that"
         )
     _refuse_idle_rewards(resolved)
-
-
-Rule = tuple[bool, str, str]
-"""Whether a field is unread, its path, and why."""
+    _refuse_idle_terms(resolved)
+    _refuse_with_bypass(resolved)
 
 
 def _about_roles(resolved: "Resolved") -> list[Rule]:
@@ -57,6 +60,12 @@ def _about_data(resolved: "Resolved") -> list[Rule]:
         (not config.data.val.given, "trainer.val_before_train", "data.val is not given"),
         (not filtering.enable, "algorithm.filter_groups.metric", off),
         (not filtering.enable, "algorithm.filter_groups.max_num_gen_batches", off),
+        (filtering.max_num_gen_batches == 1, "algorithm.filter_groups.enable", "max_num_gen_batches=1 draws none anew"),
+        (
+            config.rollout.ignore_eos and not (config.rollout.stop or config.rollout.stop_token_ids),
+            "algorithm.overlong_masking",
+            "rollout.ignore_eos=true lets no answer end, so nothing would train",
+        ),
         (config.rollout.n == 1, "algorithm.filter_groups.enable", "with rollout.n=1 nothing differs within a group"),
     ]
 
@@ -70,6 +79,39 @@ def _refuse_idle_rewards(resolved: "Resolved") -> None:
             raise ConfigError(
                 f"{path} would have no effect: {name} reads the parts of the reward, not the whole; unset it"
             )
+
+
+def _refuse_idle_terms(resolved: "Resolved") -> None:
+    config, terms = resolved.config, resolved.terms
+    absent = {"kl": terms.kl_loss_coef is None, "entropy": not terms.entropy_coeff}
+    for term, is_absent in absent.items():
+        if is_absent and term in terms.weighted:
+            raise ConfigError(
+                f"algorithm.rollout_correction.apply_to names {term}, which is not in the loss:"
+                f" {'actor.use_kl_loss is off' if term == 'kl' else 'actor.entropy_coeff is 0'}"
+            )
+    if config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty.endswith("+"):
+        raise ConfigError(
+            f"algorithm.kl_penalty={config.algorithm.kl_penalty}: a + changes the gradient, and the reward has none;"
+            f" use {config.algorithm.kl_penalty.removesuffix('+')}"
+        )
+    if resolved.correction.denominator == "kept" and resolved.actor.loss_agg_mode == "token-sum":
+        raise ConfigError("algorithm.rollout_correction.denominator has no effect: token-sum divides by nothing")
+
+
+def _refuse_with_bypass(resolved: "Resolved") -> None:
+    """What needs the old policy, of which bypass mode makes no pass; and greedy answers, whose reward is not shaped."""
+    algorithm = resolved.config.algorithm
+    skipped = "needs the old-log-prob pass, which algorithm.rollout_correction.bypass_mode skips"
+    if resolved.correction.bypass_mode and resolved.estimator.sum_pi_squared:
+        raise ConfigError(f"algorithm.adv_estimator={algorithm.adv_estimator} {skipped}")
+    if resolved.correction.bypass_mode and algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL:
+        raise ConfigError(f"algorithm.kl_penalty=full {skipped}; use a sampled form")
+    if resolved.estimator.greedy_baseline and resolved.config.reward.shapes:
+        raise ConfigError(
+            f"reward: {resolved.estimator.name} compares with the greedy answer's own reward, which is not shaped;"
+            " unset overlong_buffer, running_normalization and clip"
+        )
 
 
 def _refuse_idle_scale_factor(role: str, given: float | None, settings: "UpdateSettings") -> None:
@@ -111,5 +153,10 @@ def find_warnings(config: Config, estimator: Estimator, actor: "UpdateSettings")
         found.append(
             f"reward.overlong_buffer.len={config.reward.overlong_buffer.len} is more than data.max_response_length="
             f"{config.data.max_response_length}: every answer is punished"
+        )
+    if config.trainer.critic_warmup >= config.trainer.total_training_steps:
+        found.append(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} lasts for all"
+            f" {config.trainer.total_training_steps} steps: the actor never trains"
         )
     return found

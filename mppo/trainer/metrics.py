@@ -1,9 +1,14 @@
 """Metrics of a training step, each exact over the global batch."""
 
+from functools import reduce
+from operator import add
+
 import torch
 
 from mppo.algorithm.reduction import Reduction
+from mppo.algorithm.rollout_correction import PREFIX
 from mppo.algorithm.statistics import Ratio, add_up
+from mppo.algorithm.summary import Reduced
 from mppo.batch.packed import PackedBatch
 from mppo.trainer.batches import TrajectoryTable
 
@@ -15,15 +20,14 @@ class MeanOverUpdates:
         self.prefix = prefix
         self._statistics: list[dict[str, Ratio]] = []
         self._steps: list[dict[str, float]] = []
-        self._prepared: list[dict[str, float]] = []
+        self._prepared: list[Reduced] = []
 
-    def add(
-        self, statistics: dict[str, Ratio], stepped: dict[str, float], prepared: dict[str, float] | None = None
-    ) -> None:
-        """`prepared`: numbers about the mini-batch that were known before its training pass; they are averaged."""
+    def add(self, statistics: dict[str, Ratio], stepped: dict[str, float], prepared: Reduced | None = None) -> None:
+        """`prepared`: what was known of the mini-batch before its training pass."""
         self._statistics.append(statistics)
         self._steps.append(stepped)
-        self._prepared.append(prepared or {})
+        if prepared is not None:
+            self._prepared.append(prepared)
 
     def metrics(self) -> dict[str, float]:
         count = len(self._steps)
@@ -32,8 +36,8 @@ class MeanOverUpdates:
         means[self.prefix + "grad_norm"] = sum(step["grad_norm"] for step in self._steps) / count
         means[self.prefix + "lr"] = self._steps[-1]["lr"]
         means[self.prefix + "optimizer_steps"] = float(count)
-        for name in self._prepared[0]:
-            means[name] = sum(prepared[name] for prepared in self._prepared) / count
+        if self._prepared:
+            means |= reduce(add, self._prepared).numbers(PREFIX)
         if (deviation := self._statistics[0].get(self.prefix + "ratio_deviation")) is not None:
             means[self.prefix + "first_ratio_deviation"] = deviation.value
         return means
@@ -66,27 +70,26 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
 
 
 def batch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]:
-    """Advantages, and how far the trainer's policy is from the one that generated, over all actions."""
+    """Advantages over what trains, and how much of the actions that is, before any rejection in bypass mode."""
     mask = packed.training
     advantages = packed.advantages[mask].double()
-    mismatch = (packed.old_log_probs - packed.rollout_log_probs)[mask].double()
-    sums = torch.stack(
-        [
-            mask.sum().double(),
-            packed.mask.sum().double(),
-            advantages.sum(),
-            advantages.square().sum(),
-            mismatch.abs().sum(),
-            -mismatch.sum(),
-        ]
-    )
-    count, actions, total, squares, distance, kl = reduction.sum(sums).tolist()
-    kept_share, count = count / max(actions, 1.0), max(count, 1.0)
-    mean = total / count
+    sums = [mask.sum().double(), packed.mask.sum().double(), advantages.sum(), advantages.square().sum()]
+    count, actions, total, squares = reduction.sum(torch.stack(sums)).tolist()
+    mean = total / max(count, 1.0)
     return {
-        "batch/kept_share": kept_share,
+        "batch/kept_share": count / max(actions, 1.0),
         "advantage/mean": mean,
-        "advantage/std": max(squares / count - mean * mean, 0.0) ** 0.5,
-        "rollout/log_prob_distance": distance / count,
-        "rollout/kl_to_trainer": kl / count,
+        "advantage/std": max(squares / max(count, 1.0) - mean * mean, 0.0) ** 0.5,
+    }
+
+
+def mismatch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]:
+    """How far the anchor is from the policy that generated, over what trains."""
+    mask = packed.training
+    mismatch = (packed.old_log_probs - packed.rollout_log_probs)[mask].double()
+    sums = [mask.sum().double(), mismatch.abs().sum(), -mismatch.sum()]
+    count, distance, kl = reduction.sum(torch.stack(sums)).tolist()
+    return {
+        "rollout/log_prob_distance": distance / max(count, 1.0),
+        "rollout/kl_to_trainer": kl / max(count, 1.0),
     }

@@ -1,12 +1,14 @@
 """What a configuration really does, as a table: printed at the start of a run, and by `mppo plan` without one."""
 
 from dataclasses import dataclass
+from math import exp
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from mppo.algorithm.rollout_correction.config import Bounds
+from mppo.algorithm.rollout_correction.plugins import Rejection
 from mppo.batch.plan import MicroBatchLimit
 from mppo.config import FilterGroupsConfig, RewardConfig
 from mppo.trainer.resolve import Resolved, UpdateSettings
@@ -103,7 +105,7 @@ def _correction_lines(resolved: Resolved) -> dict[str, str]:
         cut = f"at most {bounds.upper:g}" if bounds.lower is None else f"0 outside {bounds.lower:g} to {bounds.upper:g}"
         normalised = ", divided by their mean" if correction.rollout_is_batch_normalize else ""
         weights = f"{correction.rollout_is} ({against}), {cut}{normalised}; on {' + '.join(correction.apply_to)}"
-    rejection = [f"{name} within {_shown_bounds(kept)}" for name, _, kept in correction.rs_bounds]
+    rejection = [f"{name}: {_kept(option, bounds)}" for name, option, bounds in correction.rs_bounds]
     rejection += ["answers cut at data.max_response_length"] * masks
     return {
         "anchor": f"the rollout's policy ({correction.loss_type})" if bypass else "old_log_probs, one pass a step",
@@ -113,8 +115,10 @@ def _correction_lines(resolved: Resolved) -> dict[str, str]:
     }
 
 
-def _shown_bounds(bounds: Bounds) -> str:
-    return f"{'' if bounds.lower is None else f'{bounds.lower:.4g} to '}{bounds.upper:.4g}"
+def _kept(option: Rejection, bounds: Bounds) -> str:
+    if option.is_log_ratio:
+        return f"ratio within {exp(-bounds.upper):.4g} to {exp(-bounds.lower):.4g}"
+    return f"at most {bounds.upper:g}"
 
 
 def _shaping_line(reward: RewardConfig) -> str:

@@ -15,6 +15,7 @@ from mppo.algorithm.advantages import AdvantageInputs
 from mppo.algorithm.policy_losses import MiniBatchInputs, PolicyLoss
 from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct
+from mppo.algorithm.summary import Reduced
 from mppo.batch.packed import PackedBatch
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.objectives import LogProbPass
@@ -66,29 +67,31 @@ class Preparation:
         correction = self.resolved.correction
         return correction.bypass_mode and (correction.rollout_is is not None or correction.rollout_rs is not None)
 
-    def prepare(self, batch: StepBatch, indices: list[int], number: int) -> tuple[StepBatch, dict[str, float]]:
-        """The batch with what the mini-batch `indices`, the `number`th of the training step, needs; and metrics.
+    def prepare(self, batch: StepBatch, indices: list[int], number: int) -> tuple[StepBatch, Reduced | None]:
+        """The batch with what the mini-batch `indices` needs, and the numbers of its correction.
 
-        Costs a forward pass over the mini-batch, unless nothing is needed, or the anchor is the current policy.
+        It is the `number`th of the training step. Costs a forward pass over it, unless nothing is needed, or the anchor
+        is the current policy.
         """
         if not self.corrects and self.resolved.policy_loss.prepare is None:
-            return batch, {}
+            return batch, None
         log_probs = self._current_log_probs(batch, indices, number)
-        metrics: dict[str, float] = {}
+        summary = None
         if self.corrects:
-            batch, metrics = self._correct(batch, indices, log_probs)
+            batch, summary = self._correct(batch, indices, log_probs)
         if self.resolved.policy_loss.prepare is not None:
             batch = self._prepare_loss(batch, indices, log_probs, number)
-        return batch, metrics
+        return batch, summary
 
     def _current_log_probs(self, batch: StepBatch, indices: list[int], number: int) -> Tensor:
         """`[T]`. Before the first update of a step they are those of the anchor, which need no pass."""
         if number == 0 and not self.resolved.correction.bypass_mode:
             return batch.packed.old_log_probs
         limit = self.resolved.actor.infer_limit
-        return self.actor.forward(batch, limit, LogProbPass(self.head), indices)["log_probs"]
+        slim = batch.with_fields(ref_hidden=None)
+        return self.actor.forward(slim, limit, LogProbPass(self.head), indices)["log_probs"]
 
-    def _correct(self, batch: StepBatch, indices: list[int], log_probs: Tensor) -> tuple[StepBatch, dict[str, float]]:
+    def _correct(self, batch: StepBatch, indices: list[int], log_probs: Tensor) -> tuple[StepBatch, Reduced]:
         part = _part(batch, indices)
         inputs = CorrectionInputs(
             log_probs=log_probs[part.origin],
@@ -102,7 +105,7 @@ class Preparation:
             batch = batch.with_fields(rollout_is_weights=_put_back(batch, part, correction.weights))
         kept = batch.packed.training.clone()
         kept[part.origin] = correction.kept
-        return batch.keeping(kept, self.reduction), correction.metrics
+        return batch.keeping(kept, self.reduction), correction.summary
 
     def _prepare_loss(self, batch: StepBatch, indices: list[int], log_probs: Tensor, number: int) -> StepBatch:
         seed = random.Random(f"{self.resolved.config.trainer.seed}/{batch.step}/{number}").getrandbits(60)
@@ -133,7 +136,7 @@ def prepare_loss(
         seed=seed,
         reduction=reduction,
     )
-    prepared = loss.prepare(inputs)
+    prepared = loss.prepared(inputs)
     return batch.with_fields(prepared={name: _put_back(batch, part, x) for name, x in prepared.items()})
 
 

@@ -122,7 +122,7 @@ def _policy_loss(given: dict[str, Any], correction: RolloutCorrectionConfig) -> 
             raise ConfigError(
                 f"{where}.loss_mode=bypass_mode: set algorithm.rollout_correction.bypass_mode=true instead"
             )
-        return policy_loss(mode or "vanilla", knobs, where)
+        return policy_loss("vanilla" if mode is None else str(mode), knobs, where)
     if mode not in (None, "bypass_mode"):
         raise ConfigError(
             f"{where}.loss_mode={mode} contradicts algorithm.rollout_correction.bypass_mode=true, which chooses the"

@@ -16,11 +16,11 @@ from mppo.megatron import platform
 from mppo.megatron.collectives import data_parallel_reduction, fail_together, gather_from_all, sum_with_gradient
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
 from mppo.rollout.engine import Request, SamplingParams
-from mppo.rollout.rewards import score
+from mppo.rollout.rewards import check_parts, score
 from mppo.trainer.assemble import Parts
 from mppo.trainer.batches import StepBatch, balance, check_budgets, cut_mini_batch, mini_batch_indices
 from mppo.trainer.collecting import greedy_rewards, select_groups, values_of_groups
-from mppo.trainer.metrics import MeanOverUpdates, batch_metrics, trajectory_metrics
+from mppo.trainer.metrics import MeanOverUpdates, batch_metrics, mismatch_metrics, trajectory_metrics
 from mppo.trainer.preparation import Preparation, advantage_inputs
 from mppo.trainer.replay import ReplayBuffer, Rollout
 from mppo.trainer.reporter import SampleLine
@@ -76,9 +76,11 @@ class Trainer:
         if self.parts.val_prompts and trainer.val_before_train:
             accuracies["before"] = self.validate(first)
         for step in range(first, total):
+            drawn = self.batches_drawn
             try:
                 self.train_step(step)
             except (DataError, RewardError):
+                self.batches_drawn = drawn  # so that the step, resumed, draws its prompts again
                 self.parts.checkpoints.save(self, step)
                 reporter.close()
                 raise
@@ -172,6 +174,7 @@ class Trainer:
         tokenizer, shown = self.parts.model.tokenizer, rollout.trajectories[: self.config.trainer.samples_per_step]
         try:
             score(self.resolved.reward, rollout.trajectories + rollout.greedy, rollout.prompts, tokenizer)
+            check_parts(rollout.trajectories, self.resolved.estimator.reward_keys)
         finally:
             self.parts.reporter.samples([SampleLine.of(t, rollout.prompts[t.group], tokenizer) for t in shown])
 
@@ -188,19 +191,17 @@ class Trainer:
     @named_step
     def old_log_probs(self, batch: StepBatch) -> StepBatch:
         """Step 4: the PPO anchor, under the weights before any update of this step; in bypass mode the rollout's."""
-        algorithm, bypass = self.config.algorithm, self.resolved.correction.bypass_mode
-        wanted = {
-            "log_probs": not bypass,
-            "sum_pi_squared": self.resolved.estimator.sum_pi_squared,
-            "hidden": algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL,
-        }
-        names = tuple(name for name, is_wanted in wanted.items() if is_wanted)
-        output = {}
-        if names:
-            limit = self.resolved.actor.infer_limit
-            output = self.parts.actor.forward(batch, limit, LogProbPass(self.parts.head, names))
+        if self.resolved.correction.bypass_mode:
+            return batch.with_fields(old_log_probs=batch.packed.rollout_log_probs)
+        algorithm, names = self.config.algorithm, ["log_probs"]
+        if self.resolved.estimator.sum_pi_squared:
+            names.append("sum_pi_squared")
+        if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL:
+            names.append("hidden")
+        closure = LogProbPass(self.parts.head, tuple(names))
+        output = self.parts.actor.forward(batch, self.resolved.actor.infer_limit, closure)
         return batch.with_fields(
-            old_log_probs=output.get("log_probs", batch.packed.rollout_log_probs),
+            old_log_probs=output["log_probs"],
             sum_pi_squared=output.get("sum_pi_squared"),
             old_hidden=output.get("hidden"),
         )
@@ -231,7 +232,8 @@ class Trainer:
         """Step 6: the critic's predictions, where the estimator needs them."""
         if self.parts.critic is None:
             return batch
-        output = self.parts.critic.forward(batch, self.resolved.critic.infer_limit, ValuePass())
+        slim = batch.with_fields(ref_hidden=None)
+        output = self.parts.critic.forward(slim, self.resolved.critic.infer_limit, ValuePass())
         return batch.with_fields(values=output["values"])
 
     @named_step
@@ -243,8 +245,12 @@ class Trainer:
             batch = self._penalise(batch)
         inputs = advantage_inputs(batch, self.reduction)
         result = self.resolved.estimator(inputs)
+        with fail_together():
+            self.resolved.estimator.check_finite(result, inputs)
         batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
         self.metrics |= batch_metrics(batch.packed, self.reduction)
+        if not self.resolved.correction.bypass_mode:
+            self.metrics |= mismatch_metrics(batch.packed, self.reduction)
         if self.resolved.estimator.groups:
             self._count_groups_of_one(groups_of_one(inputs))
         if self.parts.critic is not None:
@@ -315,6 +321,7 @@ class Trainer:
         """Step 8: epochs of mini-batches on the critic, where there is one."""
         if self.parts.critic is None:
             return
+        batch = batch.with_fields(ref_hidden=None)  # which only the actor reads
         settings, mean = self.resolved.critic, MeanOverUpdates("critic/")
         for indices in mini_batch_indices(batch, settings, self.config.trainer.seed):
             mini_batch = cut_mini_batch(batch, indices, settings, self.topology)
@@ -330,10 +337,10 @@ class Trainer:
         if terms.uses_full_kl:
             reference_weight = self.parts.reference.output_weight()
         for number, indices in enumerate(mini_batch_indices(batch, settings, self.config.trainer.seed)):
-            prepared, metrics = self.preparation.prepare(batch, indices, number)
+            prepared, summary = self.preparation.prepare(batch, indices, number)
             mini_batch = cut_mini_batch(prepared, indices, settings, self.topology)
             objective = PolicyObjective(self.parts.head, terms, mini_batch.actions, reference_weight, self.combine)
-            mean.add(*self.parts.actor.update(mini_batch, objective), metrics)
+            mean.add(*self.parts.actor.update(mini_batch, objective), summary)
         self.metrics |= mean.metrics()
         if terms.kl_loss_coef is not None:
             self.metrics["actor/kl_coef"] = terms.kl_loss_coef

@@ -118,7 +118,7 @@ def policy_inputs(packed: Packed, loss: PolicyLoss, inputs: dict, log_probs: Ten
         size=len(packed.batch),
         seed=0,
     )
-    return replace(x, prepared=loss.prepare(mini_batch))
+    return replace(x, prepared=loss.prepared(mini_batch))
 
 
 def evaluate_terms(packed: Packed, terms: ActorTerms, inputs: dict, mode: str, config: dict) -> dict[str, Any]:

@@ -41,14 +41,14 @@ def outcomes(scores: list[float], groups: list[int], lengths: list[int] | None =
 
 @st.composite
 def advantage_batches(draw, **sizes: int) -> tuple[PackedBatch, AdvantageInputs]:
-    """Groups of uneven size, some of them empty; some actions are rejected; everything that an estimator may read."""
+    """Groups of uneven size, some of them empty; some actions are rejected, and some trajectories have no reward."""
     batch = draw(packed_batches(**sizes))
     count = len(batch.lengths)
     rewards, values, log_probs, squares, weights, accepted = draw(normals(6, len(batch)))
     baselines, right, brief = draw(normals(3, count))
     log_probs = -log_probs.abs()
     x = AdvantageInputs(
-        rewards=torch.where(batch.mask, rewards, 0.0),
+        rewards=torch.where(batch.mask & batch.segments.expand(brief > -0.5), rewards, 0.0),
         mask=batch.mask,
         segments=batch.segments,
         groups=torch.tensor(draw(assignments(count, 4)), dtype=torch.long),

@@ -66,7 +66,7 @@ def prepared(
         seed=seed,
         reduction=reduction,
     )
-    return batch.with_fields(prepared=loss.prepare(mini_batch))
+    return batch.with_fields(prepared=loss.prepared(mini_batch))
 
 
 def policy_inputs(batch: PackedBatch, log_probs: Tensor, **others: Any) -> PolicyInputs:

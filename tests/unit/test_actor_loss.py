@@ -94,13 +94,13 @@ def test_tokens_whose_penalty_is_saturated_are_counted(form, reported):
 
 @pytest.mark.parametrize("extra", [(), ("kl",), ("entropy",), ("kl", "entropy")])
 def test_importance_weights_multiply_the_policy_term_and_by_choice_the_others(extra):
-    x = two_tokens(rollout_is_weights=torch.tensor([3.0, 0.5], dtype=torch.double))
+    x = two_tokens(rollout_is_weights=torch.tensor([3.0, 0.25], dtype=torch.double))
     terms = ActorTerms(GPG, 0.1, kl_loss_coef=0.2, kl_loss_type="k1", weighted=("policy", *extra))
-    on_kl, on_entropy = ([3.0, 0.5] if term in extra else [1.0, 1.0] for term in ("kl", "entropy"))
+    on_kl, on_entropy = ([3.0, 0.25] if term in extra else [1.0, 1.0] for term in ("kl", "entropy"))
     loss, metrics = evaluated(terms, x)
     kl, bonus = [0.5 * on_kl[0], -0.25 * on_kl[1]], [0.5 * on_entropy[0], 2.0 * on_entropy[1]]
-    assert loss == pytest.approx([3 * 2 - 0.1 * bonus[0] + 0.2 * kl[0], 0.5 * -2 - 0.1 * bonus[1] + 0.2 * kl[1]])
-    assert metrics["pg_loss"] == pytest.approx(0.25 * 6 - 0.75 * 1)
+    assert loss == pytest.approx([3 * 2 - 0.1 * bonus[0] + 0.2 * kl[0], 0.25 * -2 - 0.1 * bonus[1] + 0.2 * kl[1]])
+    assert metrics["pg_loss"] == pytest.approx(0.25 * 6 - 0.75 * 0.5)
     assert metrics["kl_loss"] == pytest.approx(0.25 * kl[0] + 0.75 * kl[1])
     assert metrics["entropy_loss"] == pytest.approx(0.25 * bonus[0] + 0.75 * bonus[1])
     assert metrics["entropy"] == pytest.approx(1.25)

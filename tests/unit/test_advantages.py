@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mppo.algorithm.advantages import ESTIMATORS, Advantages, Estimator, estimator
 from mppo.algorithm.advantages.tokens import discounted_suffix_sum, rewards_to_go, segment_cumsum, whiten
 from mppo.algorithm.reduction import WHOLE
-from mppo.errors import ConfigError
+from mppo.errors import ConfigError, DataError
 from tests.unit.advantage_cases import advantage_batches, estimate, outcomes, part_of
 from tests.unit.samples import assignments, held_by, normals, over_parts, packed_batches, vectors
 
@@ -227,13 +227,18 @@ def test_a_knob_that_cannot_be_is_named(name, knobs, message):
         (lambda x: x.rewards, "returned a Tensor, not Advantages"),
         (lambda x: Advantages(x.scores, x.rewards), r"returned advantages of shape \[2\]; .*per token.*\[3\]"),
         (lambda x: Advantages(x.rewards, x.rewards.sum()), r"returned returns of shape \[\]"),
-        (
-            lambda x: Advantages(x.rewards / (1 - x.rewards), x.rewards),
-            "advantages that are not finite, in trajectory 1",
-        ),
     ],
 )
-def test_an_estimator_that_does_not_return_one_finite_number_per_token_is_refused(returned, message):
-    """Scores 5 and 1; what is not finite belongs to the second trajectory."""
+def test_an_estimator_that_does_not_return_one_number_per_token_is_refused(returned, message):
     with pytest.raises(ConfigError, match=f"advantage estimator 'mine' .*{message}"):
         Estimator("mine", returned)(outcomes([5.0, 1.0], [0, 0], lengths=[2, 1]))
+
+
+@pytest.mark.parametrize(("name", "broken"), [("advantages", [0.0, 1.0, math.nan]), ("returns", [0.0, 1.0, math.inf])])
+def test_a_number_that_is_not_finite_is_named_with_its_trajectory(name, broken):
+    """Where nothing trains it does no harm."""
+    x = outcomes([5.0, 1.0], [0, 0], lengths=[2, 1])
+    result = replace(Advantages(x.rewards, x.rewards), **{name: torch.tensor(broken)})
+    with pytest.raises(DataError, match=f"'mine' returned {name} that are not finite, in trajectory 1"):
+        Estimator("mine", None).check_finite(result, x)
+    Estimator("mine", None).check_finite(result, replace(x, kept=torch.tensor([True, True, False])))

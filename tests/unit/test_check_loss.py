@@ -179,3 +179,9 @@ def test_the_loss_in_the_readme_passes(tmp_path, monkeypatch):
     (tmp_path / "losses_of_the_readme.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     assert all(f.passed for f in examine(policy_loss("losses_of_the_readme:soft_clip", {"width": 0.3})))
+
+
+def test_parts_that_reduce_unequally_do_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr("mppo.algorithm.parts.PATIENCE", 0.2)
+    with pytest.raises(RuntimeError, match="all must, whatever they hold"):
+        in_parts([0, 1], lambda part, exchange: exchange.sum(torch.ones(1)) if part == 0 else None)

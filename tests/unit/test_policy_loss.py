@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from mppo.algorithm.policy_losses import POLICY_LOSSES, PolicyLoss, TokenLosses, anchor_statistics, policy_loss
+from mppo.algorithm.policy_losses import (
+    POLICY_LOSSES,
+    MiniBatchInputs,
+    PolicyLoss,
+    TokenLosses,
+    anchor_statistics,
+    policy_loss,
+)
 from mppo.algorithm.statistics import TokenStatistic
 from mppo.errors import ConfigError
 from tests.unit.policy_cases import tokens
@@ -98,11 +105,33 @@ def test_a_loss_that_does_not_return_one_number_per_token_is_refused(returned, m
         PolicyLoss("mine", returned)(tokens([0.0] * 3, [1.0] * 3))
 
 
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_a_loss_is_not_called_without_what_it_prepares(name):
+    with pytest.raises(ConfigError, match=f"policy loss '{name}' needs what its prepare finds"):
+        policy_loss(name)(tokens([0.0], [1.0]))
+
+
+@pytest.mark.parametrize(("found", "shape"), [(torch.zeros(2), r"\[2\]"), (torch.zeros(()), r"\[\]"), (0.5, "float")])
+def test_what_a_loss_prepares_is_one_entry_per_token(found, shape):
+    x = tokens([0.0] * 3, [1.0] * 3)
+    mini_batch = MiniBatchInputs(
+        x.log_probs.detach(), x.old_log_probs, x.advantages, x.mask, x.segments, torch.arange(3), 3, seed=0
+    )
+    loss = PolicyLoss("mine", mine, prepare=lambda x: {"share": found})
+    with pytest.raises(ConfigError, match=f"prepare of policy loss 'mine' returned share of shape {shape}"):
+        loss.prepared(mini_batch)
+
+
 @pytest.mark.parametrize(
     ("name", "knobs", "named"),
     [
         ("vanilla", {"clip_ratio_c": 1.0}, r"policy_loss\.clip_ratio_c is 1\.0"),
         ("vanilla", {"clip_ratio": -0.1}, r"policy_loss\.clip_ratio "),
+        (
+            "cispo",
+            {"clip_ratio": 0.1, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3},
+            r"policy_loss\.clip_ratio has no effect beside both clip_ratio_low and clip_ratio_high",
+        ),
         ("gspo", {"clip_ratio_low": -0.1}, r"policy_loss\.clip_ratio_low is -0\.1"),
         ("cispo", {"clip_ratio_high": float("nan")}, r"policy_loss\.clip_ratio_high is nan"),
         ("dppo_tv", {"ratio_cap": 1.0}, r"policy_loss\.ratio_cap is 1\.0"),

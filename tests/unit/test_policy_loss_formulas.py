@@ -61,7 +61,7 @@ def test_the_gradient_of_vanilla_flows_through_the_branch_that_counts(name, adva
         ({"clip_ratio": 0.1}, -1.1, 0.9),
         ({"clip_ratio": 0.1, "clip_ratio_high": 0.28}, -1.28, 0.9),
         ({"clip_ratio": 0.1, "clip_ratio_low": 0.3}, -1.1, 0.7),
-        ({"clip_ratio": 0.1, "clip_ratio_low": 0.0, "clip_ratio_high": 0.0}, -1.0, 1.0),
+        ({"clip_ratio_low": 0.0, "clip_ratio_high": 0.0}, -1.0, 1.0),
     ],
 )
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "clip_cov"])
@@ -120,6 +120,25 @@ def test_dppo_kl_lets_a_token_go_whose_divergence_is_large_enough(advantage, q, 
     assert bernoulli_kl(q, p) == pytest.approx(divergence, abs=1e-3)
     factor = -advantage * p / q if kept else 0.0
     assert one_token("dppo_kl", advantage, p / q, old=log(q)) == pytest.approx((factor * log(p), factor))
+
+
+@pytest.mark.parametrize(
+    ("name", "q", "p", "knobs", "kept"),
+    [
+        ("dppo_tv", 0.3, 0.55, {"clip_ratio_high": 0.3}, True),
+        ("dppo_tv", 0.3, 0.55, {"clip_ratio_low": 0.3}, False),
+        ("dppo_tv", 0.6, 0.35, {"clip_ratio_low": 0.3}, True),
+        ("dppo_tv", 0.6, 0.35, {"clip_ratio_high": 0.3}, False),
+        ("dppo_kl", 0.1, 0.6, {"clip_ratio_high": 0.6}, True),
+        ("dppo_kl", 0.1, 0.6, {"clip_ratio_low": 0.6}, False),
+        ("dppo_kl", 0.6, 0.1, {"clip_ratio_low": 0.8}, True),
+        ("dppo_kl", 0.6, 0.1, {"clip_ratio_high": 0.8}, False),
+    ],
+)
+def test_dppo_bounds_good_actions_above_and_bad_ones_below(name, q, p, knobs, kept):
+    """Here an action moves where its advantage pushes it."""
+    _, gradient = one_token(name, 1.0 if p > q else -1.0, p / q, old=log(q), **knobs)
+    assert (gradient != 0) == kept
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])

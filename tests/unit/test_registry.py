@@ -8,7 +8,7 @@ from mppo.registry import Plugin, Registry
 
 pytestmark = pytest.mark.unit
 
-COLOURS = Registry("colour")
+COLOURS = Registry("colour", traits=("warm",))
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ def test_a_name_can_be_replaced_on_purpose():
     registry = registry_with("crimson", crimson)
     registry.register("crimson", override=True)(teal)
     assert registry.get("crimson").fn is teal
+
+
+def test_a_trait_that_the_kind_does_not_have_is_named_with_the_nearest():
+    with pytest.raises(ConfigError, match="colour 'teal': there is no trait 'warn'; did you mean 'warm'"):
+        COLOURS.register("teal", warn=True)
 
 
 def test_names_are_sorted():

@@ -186,13 +186,6 @@ def test_one_threshold_serves_all_options():
     assert apart.kept.tolist() == [True, False, True, True]
 
 
-def test_an_option_that_is_named_twice_counts_once():
-    x = with_ratios([1.0, 1.9])
-    result = corrected(x, rollout_rs="token_k2,token_k2", rollout_rs_threshold=0.2)
-    assert result.kept.tolist() == [True, False]
-    assert result.metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
-
-
 def above_three_quarters(log_ratio, mask, segments):
     return (log_ratio.exp() > 0.75).double() + 0.5
 

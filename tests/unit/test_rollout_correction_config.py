@@ -65,6 +65,7 @@ def test_by_default_nothing_is_corrected():
         ("2.5", Bounds(2.5)),
         ("0.5_5.0", Bounds(5.0, 0.5)),
         (" 0.5_5 ", Bounds(5.0, 0.5)),
+        ([0.5, 5], Bounds(5.0, 0.5)),
         ("2_2", Bounds(2.0, 2.0)),
     ],
 )
@@ -79,6 +80,7 @@ def test_a_threshold_of_weights_is_a_number_or_two_bounds(threshold, bounds):
         ("token_k1", "0.5_4.0", -log(4.0), log(2.0)),
         ("seq_sum_k1", 2.0, -log(2.0), log(2.0)),
         ("seq_mean_k1", "1", 0.0, 0.0),
+        ("seq_sum_k1", [0.5, 4.0], -log(4.0), log(2.0)),
         ("token_k2", 0.3, None, 0.3),
         ("seq_max_k3", "0.01", None, 0.01),
     ],
@@ -97,11 +99,23 @@ def test_each_option_has_its_own_threshold_in_order():
     assert [(name, bounds.upper) for name, _, bounds in config.rs_bounds] == [("token_k2", 0.3), ("seq_max_k3", 0.5)]
 
 
+def test_an_option_that_is_named_twice_counts_once():
+    config = rollout_correction_config({"rollout_rs": "token_k2,token_k1,token_k2", "rollout_rs_threshold": "2,3"})
+    assert [(name, bounds.upper) for name, _, bounds in config.rs_bounds] == [("token_k2", 2.0), ("token_k1", log(3))]
+
+
 @pytest.mark.parametrize(
-    "threshold", [True, False, "wide", "1_2_3", "", "_2", 0, -1.0, "0_2", "2_1", "nan", "inf", None]
+    "threshold",
+    [True, None, "wide", "1_2_3", "", "_2", 0, -1.0, "0_2", "2_1", "nan", "inf", [], [1.0, 2.0, 3.0], [2.0, 1.0]],
 )
 def test_a_threshold_of_weights_that_cannot_be_is_refused(threshold):
     with pytest.raises(ConfigError, match=WHERE + "rollout_is_threshold is .*; give a number, or bounds as in"):
+        rollout_correction_config({"rollout_is": "token", "rollout_is_threshold": threshold})
+
+
+@pytest.mark.parametrize("threshold", [0.9, "0.5", "0.2_0.9", [0.2, 0.9]])
+def test_a_threshold_that_would_cut_the_weight_of_what_is_on_policy_is_refused(threshold):
+    with pytest.raises(ConfigError, match=WHERE + "rollout_is_threshold is .*; weights are 1 on policy"):
         rollout_correction_config({"rollout_is": "token", "rollout_is_threshold": threshold})
 
 

@@ -87,6 +87,19 @@ def test_on_policy_nothing_diverges():
     assert value["ppl_ratio"] == 1.0
 
 
+@pytest.mark.parametrize("log_ratio", [1000.0, -1000.0])
+def test_whatever_is_exponentiated_is_clamped_to_20_before(log_ratio):
+    x, clamp = with_ratios([1.0, 1.0]), 20.0 if log_ratio > 0 else -20.0
+    x = replace(x, log_probs=x.rollout_log_probs + log_ratio)
+    value = metrics(x, rollout_rs="token_k1,seq_sum_k2,seq_max_k3", rollout_rs_threshold=2.0)
+    assert value["kl"] == -log_ratio
+    assert value["k3_kl"] == pytest.approx(exp(clamp) - 1 - log_ratio)
+    assert value["chi2_token"] == value["chi2_seq"] == pytest.approx(exp(2 * clamp) - 1)
+    assert value["rollout_rs_token_k1_mean"] == -clamp
+    assert value["rollout_rs_seq_sum_k2_max"] == 400.0
+    assert value["rollout_rs_seq_max_k3_max"] == pytest.approx(exp(clamp) - 1 - clamp)
+
+
 def of_weights(weights, raw, rows, low, high):
     """What every kind of weight reports; `weights` and `raw` are of tokens."""
     by_row, raw_by_row, at = [], [], 0

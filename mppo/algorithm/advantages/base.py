@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mppo.algorithm.reduction import WHOLE, Reduction
 from mppo.algorithm.segments import Segments
-from mppo.errors import ConfigError
+from mppo.errors import ConfigError, DataError
 from mppo.registry import Registry
 
 
@@ -88,7 +88,9 @@ def outcome(x: AdvantageInputs, per_trajectory: Tensor) -> Advantages:
     return Advantages(advantages, advantages)
 
 
-ESTIMATORS: Registry[Callable[..., Advantages]] = Registry("advantage estimator")
+ESTIMATORS: Registry[Callable[..., Advantages]] = Registry(
+    "advantage estimator", traits=("critic", "sum_pi_squared", "greedy_baseline", "groups", "reads_rewards")
+)
 """`(AdvantageInputs, config) -> Advantages`. Register with `config=` (dataclass of knobs) and what it needs:
 `critic=True` (values), `sum_pi_squared=True`, `greedy_baseline=True`, `groups=True` (it compares the answers to one
 prompt); `reads_rewards=False` says that it reads only the parts of the reward."""
@@ -105,9 +107,11 @@ class Estimator:
     greedy_baseline: bool = False
     groups: bool = False
     reads_rewards: bool = True
+    reward_keys: tuple[str, ...] = ()
+    """Parts of the reward that every trajectory must have."""
 
     def __call__(self, x: AdvantageInputs) -> Advantages:
-        """Raises ConfigError when the estimator does not return `Advantages` of one finite number per token."""
+        """Raises ConfigError when the estimator does not return `Advantages` of one number per token."""
         result = self.fn(x)
         if not isinstance(result, Advantages):
             raise ConfigError(f"advantage estimator {self.name!r} returned a {type(result).__name__}, not Advantages")
@@ -117,13 +121,17 @@ class Estimator:
                     f"advantage estimator {self.name!r} returned {name} of shape {list(value.shape)};"
                     f" one number per token is needed, {list(x.mask.shape)}"
                 )
+        return result
+
+    def check_finite(self, result: Advantages, x: AdvantageInputs) -> None:
+        """Raise DataError that names a trajectory of this rank whose advantages or returns are not finite."""
+        for name, value in vars(result).items():
             broken = x.training & ~torch.isfinite(value)
             if bool(broken.any()):
                 place = int(x.indices[x.segments.ids[broken][0]])
-                raise ConfigError(
+                raise DataError(
                     f"advantage estimator {self.name!r} returned {name} that are not finite, in trajectory {place}"
                 )
-        return result
 
 
 def estimator(name: str, knobs: Mapping[str, Any] | None = None, where: str = "adv_options") -> Estimator:
@@ -132,4 +140,6 @@ def estimator(name: str, knobs: Mapping[str, Any] | None = None, where: str = "a
     Raises ConfigError for an unknown name, and for a knob that the estimator does not read.
     """
     plugin = ESTIMATORS.get(name)
-    return Estimator(name, plugin.bind(dict(knobs or {}), where), **(plugin.traits or {}))
+    config = plugin.configure(dict(knobs or {}), where)
+    keys = tuple(getattr(config, "gdpo_reward_keys", ()))
+    return Estimator(name, plugin.with_config(plugin.fn, config), reward_keys=keys, **(plugin.traits or {}))

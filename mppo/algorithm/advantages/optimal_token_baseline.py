@@ -11,6 +11,9 @@ from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantag
 from mppo.algorithm.advantages.groups import two_largest
 from mppo.algorithm.advantages.tokens import rewards_to_go, run_starts, segment_cumsum
 
+ROUNDING = 1e-4
+"""How far below 0 float32 may take a variance that is 0."""
+
 
 @dataclass(frozen=True)
 class OptimalTokenBaselineConfig:
@@ -22,15 +25,17 @@ class OptimalTokenBaselineConfig:
 @ESTIMATORS.register("optimal_token_baseline", config=OptimalTokenBaselineConfig, groups=True, sum_pi_squared=True)
 def optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
     """`A = G - B`; places are tokens since the first action, so that tool output takes up places."""
-    actions = x.training.nonzero().squeeze(-1)
-    first = actions[run_starts(x.segments.ids[actions])]
-    return _less_baseline(x, config, actions, actions - first)
+    actions, taken = (mask.bool().nonzero().squeeze(-1) for mask in (x.training, x.mask))
+    ids = x.segments.ids
+    first = torch.zeros(x.segments.count, dtype=torch.long, device=ids.device)
+    first[ids[taken]] = taken[run_starts(ids[taken])]
+    return _less_baseline(x, config, actions, actions - first[ids[actions]])
 
 
 @ESTIMATORS.register("tir_optimal_token_baseline", config=OptimalTokenBaselineConfig, groups=True, sum_pi_squared=True)
 def tir_optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
     """For tool-integrated reasoning: places count actions only."""
-    actions = x.training.nonzero().squeeze(-1)
+    actions = x.training.bool().nonzero().squeeze(-1)
     order = torch.arange(len(actions), device=actions.device)
     return _less_baseline(x, config, actions, order - run_starts(x.segments.ids[actions]))
 
@@ -47,6 +52,8 @@ def _less_baseline(
     returns = rewards_to_go(x.rewards, x.mask, x.segments.ids)
     to_go = returns[actions].double()
     variance = 1 - 2 * x.old_log_probs[actions].double().exp() + x.sum_pi_squared[actions].double()
+    # It is sum_v (1[v = y] - pi_v)^2; what is below 0 for a near-certain token is rounding.
+    variance = torch.where((variance < 0) & (variance > -ROUNDING), 0.0, variance)
     if x.rollout_is_weights is not None:
         variance = variance * x.rollout_is_weights[actions].double().square()
     gathered = segment_cumsum(variance, ids)

@@ -25,7 +25,7 @@ class PolicyInputs:
     """The PPO anchor."""
     advantages: Tensor
     mask: Tensor
-    """Which positions are actions that train. Values outside it are arbitrary."""
+    """Which positions are actions that train. Values outside it are arbitrary; log-probs there are finite."""
     segments: Segments
     rollout_is_weights: Tensor | None = None
     """Importance weights of the rollout correction. They multiply the token losses after the loss has returned them,
@@ -57,7 +57,10 @@ class TokenLosses:
 
 @torch.no_grad()
 def anchor_statistics(x: PolicyInputs) -> dict[str, TokenStatistic]:
-    """How far the current policy is from the anchor, reported with every loss; no gradient."""
+    """How far the current policy is from the anchor, reported with every loss; no gradient.
+
+    `log_ratio_saturated`: log-ratios beyond +-20, where a loss that exponentiates them has no gradient left.
+    """
     saturated = (x.log_probs - x.old_log_probs).abs() > LOG_RATIO_LIMIT
     return {
         "ratio_deviation": TokenStatistic((x.log_ratio.exp() - 1).abs()),
@@ -65,7 +68,9 @@ def anchor_statistics(x: PolicyInputs) -> dict[str, TokenStatistic]:
     }
 
 
-POLICY_LOSSES: Registry[Callable[..., TokenLosses]] = Registry("policy loss")
+POLICY_LOSSES: Registry[Callable[..., TokenLosses]] = Registry(
+    "policy loss", traits=("loss_agg_mode", "prepare", "weighs_itself")
+)
 """`(PolicyInputs, config) -> TokenLosses`. Register with `config=` (dataclass of knobs), `loss_agg_mode=` (the paper's
 aggregation mode), and where needed `prepare=`, `(MiniBatchInputs, config) -> dict of [T]`, which sees the whole
 mini-batch before its training pass, and `weighs_itself=True`."""
@@ -84,14 +89,32 @@ class PolicyLoss:
     def __call__(self, x: PolicyInputs) -> TokenLosses:
         """Token losses, importance weights included, with the metrics of the anchor.
 
-        Raises ConfigError when the loss returns something else than one loss per token.
+        Raises ConfigError when the loss returns something else than one loss per token, and when what its `prepare`
+        finds is missing.
         """
+        if self.prepare is not None and not x.prepared:
+            raise ConfigError(
+                f"policy loss {self.name!r} needs what its prepare finds in the mini-batch: give PolicyInputs (or the"
+                " packed batch) prepared=loss.prepared(MiniBatchInputs(...))"
+            )
         result = self.fn(x)
         self._check(result, x.mask)
         loss = result.loss
         if x.rollout_is_weights is not None and not self.weighs_itself:
             loss = loss * x.rollout_is_weights
         return replace(result, loss=loss, statistics=anchor_statistics(x) | result.statistics)
+
+    def prepared(self, x: MiniBatchInputs) -> dict[str, Tensor]:
+        """What the `prepare` of the loss finds in the mini-batch. Raises ConfigError for anything but `[T]` tensors."""
+        found = self.prepare(x)
+        for name, value in found.items():
+            if not isinstance(value, Tensor) or value.shape != x.mask.shape:
+                shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ConfigError(
+                    f"prepare of policy loss {self.name!r} returned {name} of shape {shape}; one entry per token is"
+                    f" needed, {list(x.mask.shape)}"
+                )
+        return found
 
     def _check(self, result: Any, mask: Tensor) -> None:
         wanted = f"a policy loss returns TokenLosses with one loss per token, {list(mask.shape)}"

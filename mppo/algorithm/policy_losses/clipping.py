@@ -18,7 +18,12 @@ class ClipConfig:
         for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
-                raise ConfigError(f"policy_loss.{name} is {value}; it must not be negative")
+                raise ConfigError(f"actor.policy_loss.{name} is {value}; it must not be negative")
+
+        if None not in (self.clip_ratio_low, self.clip_ratio_high) and self.clip_ratio != 0.2:
+            raise ConfigError(
+                "actor.policy_loss.clip_ratio has no effect beside both clip_ratio_low and clip_ratio_high; unset it"
+            )
 
     @property
     def low(self) -> float:

@@ -27,7 +27,9 @@ class ClipCovConfig(ClipConfig):
         super().__post_init__()
         _check_share("clip_cov_ratio", self.clip_cov_ratio)
         if not self.clip_cov_lb < self.clip_cov_ub:
-            raise ConfigError(f"policy_loss.clip_cov_lb={self.clip_cov_lb} is not below clip_cov_ub={self.clip_cov_ub}")
+            raise ConfigError(
+                f"actor.policy_loss.clip_cov_lb={self.clip_cov_lb} is not below clip_cov_ub={self.clip_cov_ub}"
+            )
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,12 @@ class KlCovConfig:
     def __post_init__(self):
         _check_share("kl_cov_ratio", self.kl_cov_ratio)
         if not self.ppo_kl_coef >= 0:
-            raise ConfigError(f"policy_loss.ppo_kl_coef is {self.ppo_kl_coef}; it must not be negative")
+            raise ConfigError(f"actor.policy_loss.ppo_kl_coef is {self.ppo_kl_coef}; it must not be negative")
 
 
 def _check_share(name: str, value: float) -> None:
     if not 0 < value <= 1:
-        raise ConfigError(f"policy_loss.{name} is {value}; it must be in (0, 1]")
+        raise ConfigError(f"actor.policy_loss.{name} is {value}; it must be in (0, 1]")
 
 
 def covariance(x: MiniBatchInputs) -> Tensor:

@@ -24,7 +24,7 @@ class DppoConfig(ClipConfig):
     def __post_init__(self):
         super().__post_init__()
         if not self.ratio_cap > 1.0:
-            raise ConfigError(f"policy_loss.ratio_cap is {self.ratio_cap}; it must be greater than 1")
+            raise ConfigError(f"actor.policy_loss.ratio_cap is {self.ratio_cap}; it must be greater than 1")
 
 
 @POLICY_LOSSES.register("dppo_tv", config=DppoConfig, loss_agg_mode="token-mean")

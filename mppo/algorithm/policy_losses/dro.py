@@ -14,7 +14,7 @@ class DroConfig:
 
     def __post_init__(self):
         if self.dro_beta is None or not self.dro_beta > 0:
-            raise ConfigError(f"policy_loss.dro_beta is {self.dro_beta}; dro needs a number greater than 0")
+            raise ConfigError(f"actor.policy_loss.dro_beta is {self.dro_beta}; dro needs a number greater than 0")
 
 
 @POLICY_LOSSES.register("dro", config=DroConfig, loss_agg_mode="token-mean")

@@ -19,7 +19,7 @@ class SapoConfig:
     def __post_init__(self):
         for name in ("tau_pos", "tau_neg"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"policy_loss.{name} is {getattr(self, name)}; it must be greater than 0")
+                raise ConfigError(f"actor.policy_loss.{name} is {getattr(self, name)}; it must be greater than 0")
 
 
 @POLICY_LOSSES.register("sapo", config=SapoConfig, loss_agg_mode="seq-mean-token-mean")

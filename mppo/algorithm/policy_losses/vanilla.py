@@ -18,7 +18,7 @@ class VanillaConfig(ClipConfig):
     def __post_init__(self):
         super().__post_init__()
         if not self.clip_ratio_c > 1.0:
-            raise ConfigError(f"policy_loss.clip_ratio_c is {self.clip_ratio_c}; it must be greater than 1")
+            raise ConfigError(f"actor.policy_loss.clip_ratio_c is {self.clip_ratio_c}; it must be greater than 1")
 
 
 @POLICY_LOSSES.register("vanilla", config=VanillaConfig, loss_agg_mode="token-mean")

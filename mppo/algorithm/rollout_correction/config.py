@@ -1,7 +1,8 @@
 """The knobs of the rollout correction, its presets, and the thresholds they name (semantics section 6)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import log
 from typing import Any
 
@@ -33,14 +34,16 @@ class RolloutCorrectionConfig:
     rollout_is: str | None = None
     """Importance weights: `token`, `sequence`, or an import path; null: none."""
     rollout_is_threshold: Any = 2.0
-    """A number: weights above it are cut to it (TIS). `"lower_upper"` (quoted): weights outside become 0 (IcePop)."""
+    """A number: weights above it are cut to it (TIS). Bounds, `[0.5, 2.0]`: weights outside become 0 (IcePop).
+    Bounds may also be a text as in the reference, `"0.5_2.0"`, in quotes: unquoted, `0.5_2` is the number 0.52."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over what trains of the global batch (a mini-batch in bypass mode)."""
     rollout_rs: str | None = None
     """Rejection: comma-separated options; a token trains only if all keep it. null: none."""
     rollout_rs_threshold: Any = None
-    """One threshold for all options, or as many, comma-separated. For k1 options `"lower_upper"` bounds of the ratio
-    pi_train / pi_rollout (one number u stands for `1/u_u`); for k2 and k3 an upper bound of the divergence."""
+    """One threshold for all options, or a text with as many, comma-separated. For k1 options bounds of the ratio
+    pi_train / pi_rollout, `[lower, upper]` or `"lower_upper"` (one number u stands for 1/u and u); for k2 and k3 an
+    upper bound of the divergence."""
     bypass_mode: bool = False
     """Skip the old-log-prob pass: the rollout's log-probs are the PPO anchor."""
     loss_type: str = "ppo_clip"
@@ -58,7 +61,7 @@ class RolloutCorrectionConfig:
         if "policy" not in self.apply_to:
             raise ConfigError(f"{WHERE}.apply_to must hold policy: the weights always multiply the policy term")
         self._refuse_idle()
-        self.is_bounds, self.rs_bounds  # noqa: B018  (parse, and refuse what cannot be)
+        _ = self.is_bounds, self.rs_bounds  # which refuse what cannot be
 
     def _refuse_idle(self) -> None:
         weighs, rejects = self.rollout_is is not None, self.rollout_rs is not None
@@ -78,15 +81,18 @@ class RolloutCorrectionConfig:
             if unread:
                 raise ConfigError(f"{WHERE}.{name} is set but would have no effect: {reason}")
 
-    @property
+    @cached_property
     def is_bounds(self) -> Bounds:
         """Of the weights; a lower bound means IcePop."""
         where = f"{WHERE}.rollout_is_threshold"
         if self.rollout_is is not None:
             IMPORTANCE_WEIGHTS.get(self.rollout_is)
-        return _bounds(self.rollout_is_threshold, where)
+        bounds = _bounds(self.rollout_is_threshold, where)
+        if bounds.upper < 1:
+            raise ConfigError(f"{where} is {self.rollout_is_threshold!r}; weights are 1 on policy: cut them above that")
+        return bounds
 
-    @property
+    @cached_property
     def rs_bounds(self) -> list[tuple[str, Rejection, Bounds]]:
         """Each rejection option once, in order, with what it keeps of its divergence."""
         if self.rollout_rs is None:
@@ -121,15 +127,20 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _bounds(value: Any, where: str) -> Bounds:
-    """A number, a numeric text, or `lower_upper`."""
-    wanted = f"{where} is {value!r}; give a number, or bounds as in '0.5_2.0'"
+    """A number, a numeric text, `lower_upper`, or a list of the two."""
+    wanted = f"{where} is {value!r}; give a number, or bounds as in [0.5, 2.0] or '0.5_2.0'"
     if isinstance(value, bool):
         raise ConfigError(wanted)
+    pieces = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else str(value).split("_")
     try:
-        numbers = [float(piece) for piece in str(value).strip().split("_")]
+        numbers = [float(piece) for piece in pieces]
     except ValueError as error:
         raise ConfigError(wanted) from error
-    if len(numbers) > 2 or not all(0 < number < float("inf") for number in numbers) or numbers[0] > numbers[-1]:
+    if (
+        len(numbers) not in (1, 2)
+        or not all(0 < number < float("inf") for number in numbers)
+        or numbers[0] > numbers[-1]
+    ):
         raise ConfigError(f"{wanted}; bounds are positive, the lower first")
     return Bounds(numbers[-1], numbers[0] if len(numbers) == 2 else None)
 

@@ -1,6 +1,7 @@
 """Importance weights and rejection of a batch, with their metrics, all exact over the global batch."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import log
 
 import torch
@@ -10,14 +11,14 @@ from mppo.algorithm.reduction import WHOLE, Reduction
 from mppo.algorithm.rollout_correction.config import Bounds, RolloutCorrectionConfig
 from mppo.algorithm.rollout_correction.plugins import IMPORTANCE_WEIGHTS, Rejection, clamped
 from mppo.algorithm.segments import Segments
-from mppo.algorithm.summary import Summary
+from mppo.algorithm.summary import Reduced, Summary
 
 PREFIX = "rollout_corr/"
 
 
 @dataclass(frozen=True)
 class CorrectionInputs:
-    """This rank's part of the batch, packed `[T]`; the trajectories are whole."""
+    """This rank's part of the batch, packed `[T]`, without gradients; the trajectories are whole."""
 
     log_probs: Tensor
     """pi_train: the PPO anchor, or in bypass mode the current policy."""
@@ -27,12 +28,12 @@ class CorrectionInputs:
     segments: Segments
     reduction: Reduction = WHOLE
 
-    @property
+    @cached_property
     def log_ratio(self) -> Tensor:
         """`log pi_train - log pi_rollout`, 0 outside the mask."""
-        return torch.where(self.mask, self.log_probs.double() - self.rollout_log_probs.double(), 0.0)
+        return torch.where(self.mask, (self.log_probs.double() - self.rollout_log_probs.double()).detach(), 0.0)
 
-    @property
+    @cached_property
     def present(self) -> Tensor:
         """`[S]` bool: trajectories that have an action."""
         return self.segments.lengths(self.mask) > 0
@@ -44,26 +45,30 @@ class Correction:
     """`[T]`, 0 outside the mask; None without importance weights."""
     kept: Tensor
     """`[T]` bool: the part of the mask that no option rejects."""
-    metrics: dict[str, float]
+    summary: Reduced
+    """What the metrics are made of, which adds up over mini-batches."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`rollout_corr/*`"""
+        return self.summary.numbers(PREFIX)
 
 
 def correct(x: CorrectionInputs, config: RolloutCorrectionConfig) -> Correction:
-    """Weights, what is kept, and the metrics `rollout_corr/*`.
+    """Weights, what is kept, and the metrics.
 
     Weights follow from all actions; they are normalised over those that are kept.
     """
-    kept, metrics = reject(x, config)
-    metrics |= off_policy_metrics(x)
+    kept, summary = reject(x, config)
+    summary |= off_policy_summary(x)
     weights = None
     if config.rollout_is is not None:
         weights, of_weights = importance_weights(x, config, kept)
-        metrics |= of_weights
-    return Correction(weights, kept, {PREFIX + name: value for name, value in metrics.items()})
+        summary |= of_weights
+    return Correction(weights, kept, summary)
 
 
-def importance_weights(
-    x: CorrectionInputs, config: RolloutCorrectionConfig, kept: Tensor
-) -> tuple[Tensor, dict[str, float]]:
+def importance_weights(x: CorrectionInputs, config: RolloutCorrectionConfig, kept: Tensor) -> tuple[Tensor, Reduced]:
     """Truncated (TIS) or zeroed outside the band (IcePop), `[T]` in the dtype of the log-probs."""
     plugin, bounds = IMPORTANCE_WEIGHTS.get(config.rollout_is), config.is_bounds
     per_sequence = bool((plugin.traits or {}).get("per_sequence"))
@@ -76,20 +81,18 @@ def importance_weights(
     summary = _weight_summary(x, log_weights, raw, weights, bounds, per_sequence)
     if config.rollout_is_batch_normalize:
         _mean_of_kept(summary, x, weights, kept, per_sequence)
-    metrics = summary.finish(x.reduction)
-    factor = metrics.get("rollout_is_batch_norm_factor", 1.0)
-    if factor <= 1e-8:  # nothing to normalise by
-        metrics["rollout_is_batch_norm_factor"] = factor = 1.0
-    return (weights / factor).to(x.log_probs.dtype), metrics
+    reduced = summary.finish(x.reduction)
+    weights = weights / reduced.numbers().get("rollout_is_batch_norm_factor", 1.0)
+    return weights.to(x.log_probs.dtype), reduced
 
 
 def _mean_of_kept(summary: Summary, x: CorrectionInputs, weights: Tensor, kept: Tensor, per_sequence: bool) -> None:
     """Over tokens, or over trajectories where each has one weight."""
     name = "rollout_is_batch_norm_factor"
     if per_sequence:
-        summary.mean(name, x.segments.mean(weights, kept), x.segments.lengths(kept) > 0)
+        summary.normaliser(name, x.segments.mean(weights, kept), x.segments.lengths(kept) > 0)
     else:
-        summary.mean(name, weights, kept)
+        summary.normaliser(name, weights, kept)
 
 
 def _weight_summary(
@@ -124,7 +127,7 @@ def _weight_summary(
     return summary
 
 
-def reject(x: CorrectionInputs, config: RolloutCorrectionConfig) -> tuple[Tensor, dict[str, float]]:
+def reject(x: CorrectionInputs, config: RolloutCorrectionConfig) -> tuple[Tensor, Reduced]:
     """`kept [T]` bool: what every option keeps; and how much each rejects."""
     kept, summary = x.mask.clone(), Summary()
     for name, option, bounds in config.rs_bounds:
@@ -154,16 +157,16 @@ def _rejection_summary(
     two_sided = bounds.lower is not None
     lower = bounds.lower if two_sided else 0.0
     if option.per_sequence:
-        by_token, by_sequence, values, over = x.segments.expand(divergence), divergence, divergence, x.present
+        by_token, by_sequence, over = x.segments.expand(divergence), divergence, x.present
     else:
-        by_token, by_sequence, values, over = divergence, x.segments.mean(divergence, x.mask), divergence, x.mask
-    nothing = torch.zeros_like(values, dtype=torch.bool)
+        by_token, by_sequence, over = divergence, x.segments.mean(divergence, x.mask), x.mask
+    below = divergence < lower if two_sided else torch.zeros_like(divergence, dtype=torch.bool)
     summary.mean(f"{name}_mean", by_token, x.mask)
     summary.std(f"{name}_std", by_token.clamp(lower, bounds.upper), x.mask, unbiased=False)
-    summary.largest(f"{name}_max", values, over)
-    summary.smallest(f"{name}_min", values, over)
-    summary.mean(f"{name}_fraction_high", values > bounds.upper, over)
-    summary.mean(f"{name}_fraction_low", values < lower if two_sided else nothing, over)
+    summary.largest(f"{name}_max", divergence, over)
+    summary.smallest(f"{name}_min", divergence, over)
+    summary.mean(f"{name}_fraction_high", divergence > bounds.upper, over)
+    summary.mean(f"{name}_fraction_low", below, over)
     summary.mean(f"{name}_seq_mean", by_sequence, x.present)
     summary.std(f"{name}_seq_std", by_sequence, x.present, unbiased=True)
     summary.largest(f"{name}_seq_max", by_sequence, x.present)
@@ -174,7 +177,7 @@ def _rejection_summary(
         summary.mean(f"{name}_seq_fraction_low", by_sequence < lower, x.present)
 
 
-def off_policy_metrics(x: CorrectionInputs) -> dict[str, float]:
+def off_policy_summary(x: CorrectionInputs) -> Reduced:
     """How far pi_train is from the policy that generated: perplexities, KL estimates, chi-square."""
     summary, mask, present, mean = Summary(), x.mask, x.present, x.segments.mean
     log_ratio = x.log_ratio

@@ -10,11 +10,15 @@ from mppo.algorithm.kl import LOG_RATIO_LIMIT
 from mppo.algorithm.segments import Segments
 from mppo.registry import Registry
 
-IMPORTANCE_WEIGHTS: Registry[Callable[[Tensor, Tensor, Segments], Tensor]] = Registry("importance weight")
+IMPORTANCE_WEIGHTS: Registry[Callable[[Tensor, Tensor, Segments], Tensor]] = Registry(
+    "importance weight", traits=("per_sequence",)
+)
 """`(log_ratio [T], mask [T], segments) -> log-weights [T]`; register with `per_sequence=True` where all tokens of a
 trajectory have the same. The log-ratio is `log pi_train - log pi_rollout`."""
 
-REJECTIONS: Registry[Callable[[Tensor, Tensor, Segments], Tensor]] = Registry("rejection option")
+REJECTIONS: Registry[Callable[[Tensor, Tensor, Segments], Tensor]] = Registry(
+    "rejection option", traits=("per_sequence", "log_ratio")
+)
 """`(log_ratio [T] clamped to +-20, mask [T], segments) -> divergence [T], or [S] with `per_sequence=True``. Register
 with `log_ratio=True` where it is a (negated) log-ratio, whose bounds are given as bounds of the ratio."""
 
