@@ -1,19 +1,25 @@
 """Plans: which trajectories form a mini-batch, who trains them, and in which micro-batch.
 
 All functions here are pure functions of the lengths of the *whole* batch, so that every rank computes the same
-plan and none can disagree. Invariants, whatever the input:
-  - every trajectory is in exactly one mini-batch of an epoch, on one rank, in one micro-batch;
-  - the composition of a mini-batch does not depend on the number of ranks;
-  - all ranks have the same number of micro-batches, a multiple of `multiple`; a rank may have empty ones;
-  - no micro-batch exceeds its limit.
+plan and none can disagree.
 """
 
 import heapq
 import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
+from mppo.batch.balance import balanced_parts, best_fit
 from mppo.errors import ConfigError, DataError
+
+PATIENCE = 64
+"""Full micro-batches that a trajectory is refused by before an even spread is given up; keeps planning fast."""
+
+T = TypeVar("T")
+Cost = Callable[[int], float]
+"""The workload of a sequence of so many tokens, which grows with them."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,60 @@ class MicroBatchLimit:
     def __post_init__(self):
         if (self.trajectories is None) == (self.tokens is None):
             raise ConfigError("a micro-batch is limited either by trajectories or by tokens, not by both or neither")
-        if (self.trajectories or self.tokens or 0) <= 0:
-            raise ConfigError(f"the limit of a micro-batch is {self.trajectories or self.tokens}; it must be positive")
+        if self.most <= 0:
+            raise ConfigError(f"the limit of a micro-batch is {self.most}; it must be positive")
+
+    @property
+    def most(self) -> int:
+        """In trajectories or tokens."""
+        return self.tokens if self.trajectories is None else self.trajectories
+
+    def size(self, length: int) -> int:
+        """How much of it a trajectory of `length` tokens takes up."""
+        return length if self.trajectories is None else 1
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Who trains what, and when. Trajectories are named by their index in the batch."""
+
+    mini_batches: list[list[int]]
+    rank_of: list[int]
+    """The data-parallel rank of each trajectory."""
+    micro_batches: list[list[list[list[int]]]]
+    """`[mini_batch][rank][k]` -> trajectories; some are empty."""
+
+
+def make_batch_plan(
+    lengths: list[int],
+    *,
+    mini_batch_size: int,
+    ranks: int,
+    limit: MicroBatchLimit,
+    multiple: int = 1,
+    cost: Cost = float,
+    shuffle_seed: str | None = None,
+) -> BatchPlan:
+    """The plan of a batch of trajectories of `lengths` tokens, on `ranks` data-parallel ranks.
+
+    Invariants, whatever the input:
+      - every trajectory is in exactly one mini-batch, on one rank, in one micro-batch;
+      - mini-batches, cut in order or in one drawn from `shuffle_seed`, differ in size by at most one, and do not depend
+        on the number of ranks;
+      - in every mini-batch the heaviest and the lightest rank differ by at most the heaviest trajectory;
+      - in a mini-batch all ranks have the same number of micro-batches, a positive multiple of `multiple` (the group
+        size of interleaved schedules); they are ordered by workload, heaviest first, empty ones last;
+      - no micro-batch exceeds its limit;
+      - the same input gives the same plan.
+    Groups of trajectories may be cut anywhere. Raises DataError that names a trajectory longer than the token limit.
+    """
+    for index, length in enumerate(lengths):
+        check_budget(index, length, limit)
+    mini_batches = split_mini_batches(len(lengths), mini_batch_size, shuffle_seed)
+    rank_of = assign_ranks(mini_batches, [cost(n) for n in lengths], ranks)
+    shares = [by_rank(indices, [rank_of[i] for i in indices], ranks) for indices in mini_batches]
+    micro_batches = [plan_micro_batches(parts, lengths, limit, multiple, cost) for parts in shares]
+    return BatchPlan(mini_batches, rank_of, micro_batches)
 
 
 def split_mini_batches(count: int, mini_batch_size: int, shuffle_seed: str | None = None) -> list[list[int]]:
@@ -45,39 +103,61 @@ def split_mini_batches(count: int, mini_batch_size: int, shuffle_seed: str | Non
     return [sorted(order[a:b]) for a, b in pairwise(bounds)]
 
 
-def assign_ranks(mini_batches: list[list[int]], workloads: list[float], ranks: int) -> list[int]:
+def assign_ranks(mini_batches: list[list[int]], workloads: Sequence[float], ranks: int) -> list[int]:
     """The rank of each trajectory, such that every mini-batch by itself is balanced over the ranks.
 
-    Greedy: heaviest first to the least loaded rank (ties: to the one with fewer trajectories).
+    Mini-batches share no trajectory. The heaviest part of one goes to the rank that has least of the earlier ones, so
+    that a union of several, such as the whole batch, is balanced as well; a subset of one is not.
     """
     rank_of = [0] * len(workloads)
+    loads = [0.0] * ranks
+
+    def load(part: list[int]) -> float:
+        return sum(workloads[i] for i in part)
+
     for mini_batch in mini_batches:
-        heap = [(0.0, 0, rank) for rank in range(ranks)]
-        for index in sorted(mini_batch, key=lambda i: (-workloads[i], i)):
-            load, held, rank = heapq.heappop(heap)
-            rank_of[index] = rank
-            heapq.heappush(heap, (load + workloads[index], held + 1, rank))
+        heaviest_first = sorted(balanced_parts(mini_batch, workloads, ranks), key=load, reverse=True)
+        lightest_first = sorted(range(ranks), key=loads.__getitem__)
+        for rank, part in zip(lightest_first, heaviest_first, strict=True):
+            loads[rank] += load(part)
+            for index in part:
+                rank_of[index] = rank
     return rank_of
 
 
+def by_rank(items: Iterable[T], rank_of: Iterable[int], ranks: int) -> list[list[T]]:
+    """The items of each data-parallel rank, in order, in one pass."""
+    parts: list[list[T]] = [[] for _ in range(ranks)]
+    for item, rank in zip(items, rank_of, strict=True):
+        parts[rank].append(item)
+    return parts
+
+
 def plan_micro_batches(
-    parts: list[list[int]], lengths: list[int], limit: MicroBatchLimit, multiple: int = 1
+    parts: list[list[int]], lengths: list[int], limit: MicroBatchLimit, multiple: int = 1, cost: Cost = float
 ) -> list[list[list[int]]]:
     """Cut the part that each rank has of a mini-batch into micro-batches: `plan[rank][micro_batch]` -> indices.
 
-    `parts[rank]` lists trajectories; `lengths` are tokens of every trajectory of the batch; the common number of
-    micro-batches is a multiple of `multiple` (the group size of interleaved schedules), at least one.
+    `parts[rank]` lists trajectories; `lengths` are tokens of every trajectory of the batch. As few micro-batches as
+    the fullest rank needs, best fit, rounded up to a multiple of `multiple`, at least one; each rank then spreads its
+    workload evenly over them, where the limit leaves room for that, and has the heaviest first.
     Raises DataError that names a trajectory longer than the token limit, on every rank alike.
     """
     for index in (i for part in parts for i in part):
         check_budget(index, lengths[index], limit)
-    count = max((_fewest(part, lengths, limit) for part in parts), default=1)
-    while True:
-        count = max(multiple, -(-count // multiple) * multiple)
-        plans = [_fill(part, lengths, limit, count) for part in parts]
-        if all(plan is not None for plan in plans):
-            return plans
-        count += 1
+    longest_first = [sorted(part, key=lambda i: (-lengths[i], i)) for part in parts]
+    fewest = [_pack(part, lengths, limit) for part in longest_first]
+    needed = max((len(micro_batches) for micro_batches in fewest), default=1)
+    count = max(multiple, -(-needed // multiple) * multiple)
+
+    def load(micro_batch: list[int]) -> float:
+        return sum(cost(lengths[i]) for i in micro_batch)
+
+    plan = []
+    for part, packed in zip(longest_first, fewest, strict=True):
+        micro_batches = _spread(part, lengths, limit, count, cost) or packed + [[] for _ in range(count - len(packed))]
+        plan.append([sorted(micro_batch) for micro_batch in sorted(micro_batches, key=load, reverse=True)])
+    return plan
 
 
 def check_budget(index: int, length: int, limit: MicroBatchLimit) -> None:
@@ -89,29 +169,34 @@ def check_budget(index: int, length: int, limit: MicroBatchLimit) -> None:
         )
 
 
-def _fewest(part: list[int], lengths: list[int], limit: MicroBatchLimit) -> int:
-    """The least number of micro-batches worth trying."""
-    if limit.trajectories is not None:
-        return -(-len(part) // limit.trajectories)
-    return -(-sum(lengths[i] for i in part) // limit.tokens)
+def _pack(longest_first: list[int], lengths: list[int], limit: MicroBatchLimit) -> list[list[int]]:
+    """As few micro-batches as best fit takes."""
+    bins = best_fit([(limit.size(lengths[i]), i) for i in longest_first], limit.most)
+    return [[index for _, index in items] for items in bins]
 
 
-def _fill(part: list[int], lengths: list[int], limit: MicroBatchLimit, count: int) -> list[list[int]] | None:
-    """Spread a part over exactly `count` micro-batches, longest first to the emptiest; None if the budget breaks."""
-    if limit.trajectories is not None:
-        chunks = [part[i : i + limit.trajectories] for i in range(0, len(part), limit.trajectories)]
-        return chunks + [[] for _ in range(count - len(chunks))]
-    heap = [(0, k) for k in range(count)]
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for index in sorted(part, key=lambda i: (-lengths[i], i)):
-        filled, k = heapq.heappop(heap)
-        if filled + lengths[index] > limit.tokens:
+def _spread(
+    longest_first: list[int], lengths: list[int], limit: MicroBatchLimit, count: int, cost: Cost
+) -> list[list[int]] | None:
+    """Exactly `count` micro-batches; each trajectory goes to the one with the least workload among those with room.
+
+    None if a trajectory has no room, or has none in the PATIENCE first that it is offered.
+    """
+    micro_batches: list[list[int]] = [[] for _ in range(count)]
+    rooms = [limit.most] * count
+    heap = [(0.0, k) for k in range(count)]
+    least = limit.size(lengths[longest_first[-1]]) if longest_first else 0
+    for index in longest_first:
+        size, full = limit.size(lengths[index]), []
+        while heap and rooms[heap[0][1]] < size:
+            full.append(heapq.heappop(heap))
+        if not heap or len(full) > PATIENCE:
             return None
-        bins[k].append(index)
-        heapq.heappush(heap, (filled + lengths[index], k))
-    return [sorted(b) for b in bins]
-
-
-def workload(length: int, hidden_size: int) -> float:
-    """Relative cost of a sequence: linear layers `12 hidden^2` parameters a token, attention `length * hidden`."""
-    return 12.0 * hidden_size * length + float(length) ** 2
+        load, k = heap[0]
+        micro_batches[k].append(index)
+        rooms[k] -= size
+        heapq.heapreplace(heap, (load + cost(lengths[index]), k))
+        for entry in full:
+            if rooms[entry[1]] >= least:
+                heapq.heappush(heap, entry)
+    return micro_batches

@@ -9,17 +9,19 @@ from torch import Tensor
 
 from mppo.algorithm.aggregation import BatchCounts, token_weights
 from mppo.algorithm.reduction import Reduction
+from mppo.batch.balance import WorkloadModel
 from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.plan import (
     MicroBatchLimit,
     assign_ranks,
+    by_rank,
     check_budget,
     plan_micro_batches,
     split_mini_batches,
-    workload,
 )
 from mppo.batch.trajectory import Trajectory
 from mppo.megatron.collectives import exchange, gather_from_all
+from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Topology
 from mppo.trainer.resolve import UpdateSettings
 
@@ -68,6 +70,8 @@ class StepBatch:
     """The trajectories of this data-parallel rank, on the host."""
     table: TrajectoryTable
     step: int
+    cost: WorkloadModel
+    """What a pass over a trajectory costs, by its tokens."""
 
     def with_fields(self, **fields) -> "StepBatch":
         return replace(self, packed=self.packed.with_fields(**fields))
@@ -119,29 +123,31 @@ class _Line:
 def balance(
     trajectories: list[Trajectory],
     settings: UpdateSettings,
-    hidden_size: int,
+    model: ModelConfig,
     step: int,
+    seed: int,
     topology: Topology,
     baselines: dict[int, float] | None = None,
 ) -> StepBatch:
     """Send every trajectory from the rank that generated it to all ranks of the replica that will train it.
 
-    Each mini-batch of the actor, cut in order, is balanced over data-parallel ranks by workload; shuffled ones, and a
-    critic's of another size, are as balanced as chance has it. The plan follows from the lengths of the
-    whole batch, which every rank learns here; no rank receives a trajectory it does not hold afterwards.
-    `baselines` are rewards of greedy answers by group.
+    Each mini-batch of the actor's first epoch is balanced over data-parallel ranks by workload, and so is the whole
+    batch; those of later, shuffled epochs, and a critic's smaller ones, are as balanced as chance has it. The plan
+    follows from the lengths of the whole batch, which every rank learns here; no rank receives a trajectory it does
+    not hold afterwards. `baselines` are rewards of greedy answers by group.
     """
     everyone = gather_from_all((topology.dp_rank, [_Line.of(t) for t in trajectories]))
     replica_of = [dp_rank for dp_rank, _ in everyone]
     lines = sorted((line for _, lines in everyone for line in lines), key=lambda line: line.index)
     lengths, groups = [line.length for line in lines], [line.group for line in lines]
     _renumber(trajectories, [line.index for line in lines], groups)
-    mini_batches = split_mini_batches(len(lengths), settings.mini_batch_size)
-    rank_of = assign_ranks(mini_batches, [workload(n, hidden_size) for n in lengths], topology.dp)
-    outgoing = _by_rank(trajectories, [rank_of[t.index] for t in trajectories], topology.dp)
+    actions = [line.actions for line in lines]
+    mini_batches = split_mini_batches(len(lengths), settings.mini_batch_size, _shuffle_seed(settings, seed, step, 0))
+    cost = WorkloadModel.of(model, projected=sum(actions) / max(sum(lengths), 1))
+    rank_of = assign_ranks(mini_batches, [cost(n) for n in lengths], topology.dp)
+    outgoing = by_rank(trajectories, [rank_of[t.index] for t in trajectories], topology.dp)
     received = exchange([outgoing[replica] for replica in replica_of])
     mine = sorted((t for items in received for t in items), key=lambda t: t.index)
-    actions = [line.actions for line in lines]
     table = TrajectoryTable(
         lengths=lengths,
         responses=[line.response for line in lines],
@@ -156,7 +162,7 @@ def balance(
         kept=actions,
         baselines=None if baselines is None else [baselines[group] for group in groups],
     )
-    return StepBatch(pack(mine), table, step)
+    return StepBatch(pack(mine), table, step, cost)
 
 
 def _renumber(trajectories: list[Trajectory], indices: list[int], groups: list[int]) -> None:
@@ -168,14 +174,6 @@ def _renumber(trajectories: list[Trajectory], indices: list[int], groups: list[i
         trajectory.index = place_of[trajectory.index]
 
 
-def _by_rank(items: list, rank_of: list[int], ranks: int) -> list[list]:
-    """The items of each data-parallel rank, in order, in one pass."""
-    parts: list[list] = [[] for _ in range(ranks)]
-    for item, rank in zip(items, rank_of, strict=True):
-        parts[rank].append(item)
-    return parts
-
-
 def _dense(groups: list[int]) -> list[int]:
     numbers = {group: number for number, group in enumerate(sorted(set(groups)))}
     return [numbers[group] for group in groups]
@@ -185,9 +183,9 @@ def micro_batches(
     batch: StepBatch, indices: list[int], limit: MicroBatchLimit, topology: Topology
 ) -> list[PackedBatch]:
     """This replica's micro-batches of the trajectories `indices` (of the global batch); some may be empty."""
-    parts = _by_rank(indices, [batch.table.rank_of[i] for i in indices], topology.dp)
+    parts = by_rank(indices, [batch.table.rank_of[i] for i in indices], topology.dp)
     lengths = [topology.padded_length(length) for length in batch.table.lengths]
-    plans = plan_micro_batches(parts, lengths, replica_limit(limit, topology), topology.micro_batch_multiple)
+    plans = plan_micro_batches(parts, lengths, replica_limit(limit, topology), topology.micro_batch_multiple, batch.cost)
     return [batch.packed.select([batch.place_of[i] for i in piece]) for piece in plans[topology.dp_rank]]
 
 
@@ -214,8 +212,12 @@ def mini_batch_indices(batch: StepBatch, settings: UpdateSettings, seed: int) ->
     Which trajectories belong together does not depend on the layout; shuffling draws from (seed, step, epoch).
     """
     for epoch in range(settings.epochs):
-        shuffle_seed = f"{seed}/{batch.step}/{epoch}" if settings.shuffle else None
+        shuffle_seed = _shuffle_seed(settings, seed, batch.step, epoch)
         yield from split_mini_batches(len(batch.table), settings.mini_batch_size, shuffle_seed)
+
+
+def _shuffle_seed(settings: UpdateSettings, seed: int, step: int, epoch: int) -> str | None:
+    return f"{seed}/{step}/{epoch}" if settings.shuffle else None
 
 
 def cut_mini_batch(batch: StepBatch, indices: list[int], settings: UpdateSettings, topology: Topology) -> MiniBatch:

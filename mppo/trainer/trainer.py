@@ -181,9 +181,9 @@ class Trainer:
     @named_step
     def balance(self, rollout: Rollout, step: int) -> StepBatch:
         """Step 3: bring every trajectory to the data-parallel rank that will train it, and pack."""
-        hidden = self.parts.model.config.hidden_size
         baselines = greedy_rewards(rollout) if self.resolved.estimator.greedy_baseline else None
-        batch = balance(rollout.trajectories, self.resolved.actor, hidden, step, self.topology, baselines)
+        model, seed = self.parts.model.config, self.config.trainer.seed
+        batch = balance(rollout.trajectories, self.resolved.actor, model, step, seed, self.topology, baselines)
         check_budgets(batch.table, self.resolved.limits, self.topology)
         self.metrics |= trajectory_metrics(batch.table)
         return batch

@@ -16,6 +16,7 @@ from torch import Tensor
 from mppo.algorithm.actor_loss import ActorTerms
 from mppo.algorithm.policy_losses import policy_loss
 from mppo.algorithm.statistics import add_up
+from mppo.batch.balance import WorkloadModel
 from mppo.batch.packed import pack
 from mppo.batch.plan import assign_ranks
 from mppo.config import ModelSource, OptimConfig
@@ -103,7 +104,7 @@ class Bench:
             [False] * len(everything), [{}] * len(everything), rank_of, actions,
         )  # fmt: skip
         mine = [t for t, rank in zip(everything, rank_of, strict=True) if rank == self.topology.dp_rank]
-        return StepBatch(pack(mine), table, step=0)
+        return StepBatch(pack(mine), table, step=0, cost=WorkloadModel(linear=1.0, attention=0.0))
 
     def outputs(self) -> dict[str, Tensor]:
         """`[T]` log-probs or values of the whole batch, on one process."""
