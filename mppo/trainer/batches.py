@@ -185,7 +185,8 @@ def micro_batches(
     """This replica's micro-batches of the trajectories `indices` (of the global batch); some may be empty."""
     parts = by_rank(indices, [batch.table.rank_of[i] for i in indices], topology.dp)
     lengths = [topology.padded_length(length) for length in batch.table.lengths]
-    plans = plan_micro_batches(parts, lengths, replica_limit(limit, topology), topology.micro_batch_multiple, batch.cost)
+    limit, multiple = replica_limit(limit, topology), topology.micro_batch_multiple
+    plans = plan_micro_batches(parts, lengths, limit, multiple, batch.cost)
     return [batch.packed.select([batch.place_of[i] for i in piece]) for piece in plans[topology.dp_rank]]
 
 
