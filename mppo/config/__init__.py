@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mppo.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControllerConfig
 from mppo.config.checks import not_negative, positive
 from mppo.config.data import DataConfig, OverlongBufferConfig, PromptSource, RewardConfig, RolloutConfig
-from mppo.config.layout import ModelSource, ParallelConfig
+from mppo.config.layout import ModelSource, ParallelConfig, RecomputeConfig
 from mppo.config.roles import ActorConfig, CriticConfig, OptimConfig, RefConfig
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "OverlongBufferConfig",
     "ParallelConfig",
     "PromptSource",
+    "RecomputeConfig",
     "RefConfig",
     "RewardConfig",
     "RolloutConfig",

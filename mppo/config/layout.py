@@ -43,6 +43,31 @@ class ParallelConfig:
 
 
 @dataclass
+class RecomputeConfig:
+    """Activations that are computed again in the backward pass instead of kept; Megatron-core's fields."""
+
+    granularity: str | None = None
+    """`full`: whole layers; `selective`: the modules named; null: keep all."""
+    method: str = "uniform"
+    """Of `full`: `uniform`, the input of every num_layers layers is kept, or `block`, the first num_layers of a stage.
+    """
+    num_layers: int = 1
+    modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    """Of `selective`: `core_attn`, `mlp`, `layernorm`, and for mixtures of experts `moe`, `moe_act`."""
+
+    def __post_init__(self):
+        if self.granularity is not None:
+            one_of("model.recompute.granularity", self.granularity, ("full", "selective"))
+        one_of("model.recompute.method", self.method, ("uniform", "block"))
+        positive("model.recompute", num_layers=self.num_layers)
+        without = "has no effect without model.recompute.granularity="
+        if self.granularity != "full" and (self.method, self.num_layers) != ("uniform", 1):
+            raise ConfigError(f"model.recompute.method and num_layers: {without}full")
+        if self.granularity != "selective" and self.modules != ["core_attn"]:
+            raise ConfigError(f"model.recompute.modules {without}selective")
+
+
+@dataclass
 class ModelSource:
     path: str | None = None
     """A Hugging Face model folder: config.json, safetensors, tokenizer."""
@@ -54,6 +79,7 @@ class ModelSource:
     """`bfloat16` (with fp32 master weights and gradients) or `float32`."""
     make_vocab_size_divisible_by: int = 128
     """The embedding is padded to a multiple of this times the tensor-parallel size."""
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
 
     def __post_init__(self):
         if self.path is not None and self.preset is not None:

@@ -27,6 +27,12 @@ class OptimConfig:
     """Largest global gradient norm; 0: no clipping."""
     use_distributed_optimizer: bool = False
     """Spread optimizer state over data-parallel ranks."""
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce gradients in fp32; false: in model.dtype."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks while the last micro-batch is still in its backward pass."""
+    overlap_param_gather: bool = False
+    """Gather the parameters that a distributed optimizer has updated while the next forward pass has begun."""
 
     def __post_init__(self):
         positive("optim", lr=self.lr, lr_decay_steps=self.lr_decay_steps, adam_eps=self.adam_eps)
@@ -37,6 +43,10 @@ class OptimConfig:
             weight_decay=self.weight_decay,
             clip_grad=self.clip_grad,
         )
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise ConfigError(
+                "optim.overlap_param_gather needs optim.use_distributed_optimizer and optim.overlap_grad_reduce"
+            )
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name} is {getattr(self, name)}; it must be in [0, 1)")
@@ -74,6 +84,11 @@ class ActorConfig:
     log_prob_micro_batch_size_per_gpu: int | None = None
     """The same for the forward-only pass; null: as in training."""
     log_prob_max_token_len_per_gpu: int | None = None
+    old_log_prob_pass: str = "auto"
+    """`auto`: skip the pass for the PPO anchor where the anchor is the policy that is updated (one optimizer step a
+    training step) and nothing reads it before; `always`: make it, and report `rollout_corr/*`."""
+    placement: str = "device"
+    """`device`, or `host`: weights, gradients and optimizer state are on the device only while the actor works."""
     entropy_coeff: float = 0.0
     calculate_entropy: bool = False
     """Report entropy even when its coefficient is 0."""
@@ -85,6 +100,8 @@ class ActorConfig:
 
     def __post_init__(self):
         check_batches("actor", self)
+        one_of("actor.old_log_prob_pass", self.old_log_prob_pass, ("auto", "always"))
+        one_of("actor.placement", self.placement, ("device", "host"))
         not_negative("actor", entropy_coeff=self.entropy_coeff, kl_loss_coef=self.kl_loss_coef)
 
 
@@ -110,10 +127,13 @@ class CriticConfig:
     ppo_infer_micro_batch_size_per_gpu: int | None = None
     """The same for the forward-only pass; null: as in training."""
     ppo_infer_max_token_len_per_gpu: int | None = None
+    placement: str = "device"
+    """As the actor's."""
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self):
         positive("critic", cliprange_value=self.cliprange_value)
+        one_of("critic.placement", self.placement, ("device", "host"))
         check_batches("critic", self)
 
 

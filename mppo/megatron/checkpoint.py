@@ -35,7 +35,9 @@ def random_state(topology: Topology) -> dict[str, Any]:
     """The random generators of this rank, as a sharded object."""
     state = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state()}
     shape, place = (topology.pp, topology.tp), (topology.pp_rank, topology.tp_rank)
-    return {"rng": ShardedObject("rng", state, shape, place, replica_id=topology.dp_rank)}
+    return {
+        "rng": ShardedObject("rng", state, shape, place, replica_id=topology.dp_rank * topology.cp + topology.cp_rank)
+    }
 
 
 def set_random_state(state: dict[str, Any]) -> None:

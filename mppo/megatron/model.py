@@ -1,5 +1,7 @@
 """Megatron-core models from a ModelConfig: policy and value chunks, and the wrappers training needs."""
 
+from typing import Any
+
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
@@ -12,14 +14,16 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mppo.config import ParallelConfig
+from mppo.config import OptimConfig, ParallelConfig, RecomputeConfig
 from mppo.megatron import platform
 from mppo.megatron.layers import decoder_spec, uses_transformer_engine
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.profiling import RangeTimers
 
 
-def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, recompute: RecomputeConfig | None = None
+) -> TransformerConfig:
     """Megatron-core's configuration of `model` under `parallel`, with the per-token loss that the hook relies on."""
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     return TransformerConfig(
@@ -67,7 +71,17 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torc
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         timers=RangeTimers(),
+        **_recompute(recompute or RecomputeConfig()),
     )
+
+
+def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
+    if recompute.granularity == "full":
+        layers = {"recompute_method": recompute.method, "recompute_num_layers": recompute.num_layers}
+        return {"recompute_granularity": "full", **layers}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+    return {}
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -97,9 +111,10 @@ def build_chunks(
     dtype: torch.dtype,
     *,
     value_head: bool = False,
+    recompute: RecomputeConfig | None = None,
 ) -> list[MegatronModule]:
     """This rank's model chunks (one, or one per virtual stage), uninitialised but for a zero value head."""
-    config = transformer_config(model, parallel, dtype)
+    config = transformer_config(model, parallel, dtype, recompute)
     stages: list[int | None] = [None]
     if parallel.virtual_pipeline_model_parallel_size:
         stages = list(range(parallel.virtual_pipeline_model_parallel_size))
@@ -128,14 +143,21 @@ def _build_chunk(model: ModelConfig, config: TransformerConfig, vp_stage: int | 
     return chunk.to(platform.device())
 
 
-def wrap_for_training(chunks: list[MegatronModule], use_distributed_optimizer: bool) -> list[DistributedDataParallel]:
-    """Give the chunks gradient buffers (fp32) and the data-parallel reduction."""
+def wrap_for_training(chunks: list[MegatronModule], optim: OptimConfig) -> list[DistributedDataParallel]:
+    """Give the chunks gradient buffers and the data-parallel reduction, overlapped with the backward pass by choice."""
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=use_distributed_optimizer
+        grad_reduce_in_fp32=optim.grad_reduce_in_fp32,
+        use_distributed_optimizer=optim.use_distributed_optimizer,
+        overlap_grad_reduce=optim.overlap_grad_reduce,
+        overlap_param_gather=optim.overlap_param_gather,
     )
     wrapped = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=place > 0)
         for place, chunk in enumerate(chunks)
     ]
-    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    if optim.overlap_grad_reduce:  # or every micro-batch would start a reduction
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped

@@ -73,9 +73,12 @@ class PolicyObjective:
         """Megatron's triple. Raises ConfigError when the policy loss does not return one loss per token."""
         mask = batch.training
         head = self._head(output, batch)
+        old_log_probs = batch.old_log_probs
+        if old_log_probs is None:  # the anchor is the current policy itself
+            old_log_probs = head.log_probs.detach()
         inputs = PolicyInputs(
             log_probs=torch.where(mask, head.log_probs, 0.0),
-            old_log_probs=torch.where(mask, batch.old_log_probs, 0.0),
+            old_log_probs=torch.where(mask, old_log_probs, 0.0),
             advantages=batch.advantages,
             mask=mask,
             segments=replace(batch.segments, combine=self.combine),
@@ -93,7 +96,18 @@ class PolicyObjective:
         )
         reported[NOT_FINITE] = self.offenders.look(loss, batch)
         statistics = {self.prefix + name: ratio for name, ratio in reported.items()}
+        if batch.old_log_probs is None:
+            statistics |= self._mismatch(old_log_probs, batch)
         return *weighted_sum(loss, batch, self.actions), statistics
+
+    @staticmethod
+    def _mismatch(log_probs: Tensor, batch: PackedBatch) -> dict[str, Ratio]:
+        """How far the anchor is from the policy that generated, where it has no pass of its own."""
+        mismatch = log_probs - batch.rollout_log_probs
+        return {
+            "rollout/log_prob_distance": Ratio.mean(mismatch.abs(), batch.training),
+            "rollout/kl_to_trainer": Ratio.mean(-mismatch, batch.training),
+        }
 
     def _head(self, output: LastHidden, batch: PackedBatch) -> HeadOutput:
         reference = None

@@ -35,6 +35,7 @@ class Optimizer:
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=config.use_distributed_optimizer,
+                overlap_param_gather=config.overlap_param_gather,
             ),
             chunks,
         )

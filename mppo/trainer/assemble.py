@@ -56,10 +56,12 @@ def assemble(config: Config) -> Parts:
     train_prompts, val_prompts = _prompts(config, model)
 
     place = topology.initialize(config.parallel, config.trainer.seed)
-    actor = TrainableRole(_loaded_chunks(config, model, place), place, config.actor.optim, model.dtype)
+    actor_chunks = _loaded_chunks(config, model, place)
+    actor = TrainableRole(actor_chunks, place, config.actor.optim, model.dtype, config.actor.placement)
     critic = reference = None
     if resolved.critic is not None:
-        critic = TrainableRole(_critic_chunks(config, model, place), place, config.critic.optim, model.dtype)
+        critic_chunks = _critic_chunks(config, model, place)
+        critic = TrainableRole(critic_chunks, place, config.critic.optim, model.dtype, config.critic.placement)
     if config.need_reference:
         reference = ReferenceRole(_loaded_chunks(config, model, place), place, config.ref.placement)
     is_first = place.rank == 0
@@ -102,7 +104,7 @@ def _prompts(config: Config, model: PretrainedModel) -> tuple[PromptSet, PromptS
 
 
 def _loaded_chunks(config: Config, model: PretrainedModel, place: Topology) -> list[torch.nn.Module]:
-    chunks = build_chunks(model.config, config.parallel, model.dtype)
+    chunks = build_chunks(model.config, config.parallel, model.dtype, recompute=config.model.recompute)
     load(chunks, model.architecture, model.config, model.source, place)
     return chunks
 
@@ -120,7 +122,8 @@ def _critic_chunks(config: Config, model: PretrainedModel, place: Topology) -> l
                     f" {getattr(model.config, name)}; the critic must have the actor's sizes"
                 )
         source = SafetensorsFolder(path)
-    chunks = build_chunks(model.config, config.parallel, model.dtype, value_head=True)
+    recompute = config.model.recompute
+    chunks = build_chunks(model.config, config.parallel, model.dtype, value_head=True, recompute=recompute)
     load(chunks, model.architecture, model.config, source, place, value_head=True, zero_value_head=path is None)
     return chunks
 

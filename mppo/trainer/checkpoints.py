@@ -38,7 +38,8 @@ class Checkpoints:
                 (target / name).mkdir(parents=True)
         dist.barrier()
         for name, role in parts.items():
-            save_role(role.chunks, role.optimizer, target / name)
+            with role.training():
+                save_role(role.chunks, role.optimizer, target / name)
         run = {
             "step": step,
             "kl_coefficient": trainer.kl_controller.coefficient,
@@ -59,7 +60,8 @@ class Checkpoints:
         if source is None:
             return 0
         for name, role in self._parts(trainer).items():
-            load_role(role.chunks, role.optimizer, source / name)
+            with role.training():
+                load_role(role.chunks, role.optimizer, source / name)
         run = dist_checkpointing.load_common_state_dict(str(source / "run"))
         trainer.kl_controller.coefficient = run["kl_coefficient"]
         trainer.batches_drawn = run.get("batches_drawn", run["step"])

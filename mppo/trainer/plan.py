@@ -108,11 +108,19 @@ def _correction_lines(resolved: Resolved) -> dict[str, str]:
     rejection = [f"{name}: {_kept(option, bounds)}" for name, option, bounds in correction.rs_bounds]
     rejection += ["answers cut at data.max_response_length"] * masks
     return {
-        "anchor": f"the rollout's policy ({correction.loss_type})" if bypass else "old_log_probs, one pass a step",
+        "anchor": _anchor_line(resolved),
         "importance_weights": weights,
         "rejection": ", ".join(rejection) or "off",
         "counted": "actions that train" if correction.denominator == "kept" else "all actions",
     }
+
+
+def _anchor_line(resolved: Resolved) -> str:
+    if resolved.correction.bypass_mode:
+        return f"the rollout's policy ({resolved.correction.loss_type})"
+    if resolved.anchor_is_current:
+        return "the current policy, without a pass (one optimizer step; actor.old_log_prob_pass=always makes one)"
+    return "old_log_probs, one pass a step"
 
 
 def _kept(option: Rejection, bounds: Bounds) -> str:

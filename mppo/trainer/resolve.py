@@ -69,6 +69,25 @@ class Resolved:
         )
 
     @property
+    def anchor_is_current(self) -> bool:
+        """Whether the old-log-prob pass is skipped: one optimizer step, and nothing before it reads the anchor."""
+        correction, algorithm = self.correction, self.config.algorithm
+        read = (
+            correction.rollout_is is not None
+            or correction.rollout_rs is not None
+            or algorithm.use_kl_in_reward
+            or self.estimator.reads_old_policy
+            or self.policy_loss.prepare is not None
+        )
+        automatic = self.config.actor.old_log_prob_pass == "auto" and not correction.bypass_mode
+        return automatic and not read and self.actor.optimizer_steps(self.trajectories) == 1
+
+    @property
+    def makes_old_pass(self) -> bool:
+        """Whether the anchor has a pass of its own."""
+        return not (self.correction.bypass_mode or self.anchor_is_current)
+
+    @property
     def rejects(self) -> bool:
         """Whether some actions may not train."""
         return self.correction.rollout_rs is not None or self.config.algorithm.overlong_masking

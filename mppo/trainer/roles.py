@@ -1,5 +1,9 @@
 """Actor, critic and reference: model chunks, what they compute forward, and how they are updated."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -7,21 +11,28 @@ from mppo.algorithm.statistics import Ratio, add_up
 from mppo.batch.plan import MicroBatchLimit
 from mppo.config import OptimConfig
 from mppo.errors import TrainingError
-from mppo.megatron import platform
 from mppo.megatron.collectives import from_last_stage, gather_from_all, join_slices, reduce_statistics
 from mppo.megatron.model import wrap_for_training
 from mppo.megatron.objectives import NOT_FINITE, ForwardPass, Objective
 from mppo.megatron.optimizer import Optimizer
+from mppo.megatron.parking import Parking, gradients_of, optimizer_state_of, weights_of
 from mppo.megatron.schedule import output_weight, run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, for_rank, micro_batches
 
 
 class Role:
-    """Model chunks that can be run forward."""
+    """Model chunks that can be run forward. With placement `host` they are on the device only while they are used."""
 
-    def __init__(self, chunks: list[torch.nn.Module], topology: Topology):
-        self.chunks, self.topology = chunks, topology
+    def __init__(self, chunks: list[torch.nn.Module], topology: Topology, placement: str):
+        self.chunks, self.topology, self.placement = chunks, topology, placement
+        self.weights = Parking(partial(weights_of, chunks))
+        if placement == "host":
+            self.weights.park()
+
+    def awake(self) -> AbstractContextManager:
+        """The weights are on the device inside. Whoever goes through them without a pass (an export) enters this."""
+        return self.weights.occupied() if self.placement == "host" else nullcontext()
 
     def forward(
         self, batch: StepBatch, limit: MicroBatchLimit, closure: ForwardPass, indices: list[int] | None = None
@@ -33,7 +44,8 @@ class Role:
         """
         indices = list(range(len(batch.table))) if indices is None else indices
         pieces = [for_rank(piece, self.topology) for piece in micro_batches(batch, indices, limit, self.topology)]
-        outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)
+        with self.awake():
+            outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)
         like = torch.zeros(len(batch.packed))
         gathered: dict[str, Tensor | None] = {}
         for name in closure.names:
@@ -47,46 +59,57 @@ class Role:
         return gathered
 
     def output_weight(self) -> Tensor | None:
-        """`[V/tp, H]`: this rank's rows of the output projection, on the device; None but on the last stage."""
+        """`[V/tp, H]`: a copy of this rank's rows of the output projection; None but on the last stage."""
         if not self.topology.is_last_stage:
             return None
-        return output_weight(self.chunks[-1]).detach().to(platform.device())
+        with self.awake():
+            return output_weight(self.chunks[-1]).detach().clone()
 
 
 class ReferenceRole(Role):
-    """The frozen reference. With placement `host` it is on the device only during its pass."""
+    """The frozen reference."""
 
     def __init__(self, chunks: list[torch.nn.Module], topology: Topology, placement: str):
-        super().__init__(chunks, topology)
-        self.placement = placement
         for chunk in chunks:
             chunk.requires_grad_(False)
-        self._rest()
-
-    def forward(
-        self, batch: StepBatch, limit: MicroBatchLimit, closure: ForwardPass, indices: list[int] | None = None
-    ) -> dict[str, Tensor | None]:
-        for chunk in self.chunks:
-            chunk.to(platform.device())
-        result = super().forward(batch, limit, closure, indices)
-        self._rest()
-        return result
-
-    def _rest(self) -> None:
-        if self.placement == "host":
-            for chunk in self.chunks:
-                chunk.to("cpu")
+        super().__init__(chunks, topology, placement)
 
 
 class TrainableRole(Role):
     """A role with gradients and an optimizer."""
 
-    def __init__(self, chunks: list[torch.nn.Module], topology: Topology, optim: OptimConfig, dtype: torch.dtype):
-        super().__init__(wrap_for_training(chunks, optim.use_distributed_optimizer), topology)
-        self.optimizer = Optimizer(self.chunks, optim, dtype)
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        topology: Topology,
+        optim: OptimConfig,
+        dtype: torch.dtype,
+        placement: str = "device",
+    ):
+        wrapped = wrap_for_training(chunks, optim)
+        self.optimizer = Optimizer(wrapped, optim, dtype)
+        self.gathers_late = optim.overlap_param_gather
+        self.state = Parking(partial(optimizer_state_of, self.optimizer.megatron))
+        self.gradients = Parking(partial(gradients_of, wrapped), keep=False)
+        super().__init__(wrapped, topology, placement)
+        if placement == "host":
+            self.state.park()
+            self.gradients.park()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Weights, gradients and optimizer state are on the device inside; afterwards all parameters are gathered."""
+        with ExitStack() as stack:
+            if self.placement == "host":
+                for parking in (self.weights, self.state, self.gradients):
+                    stack.enter_context(parking.occupied())
+            yield
+            if self.gathers_late:
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)
 
     def update(self, mini_batch: MiniBatch, objective: Objective) -> tuple[dict[str, Ratio], dict[str, float]]:
-        """One optimizer step: zero, forward and backward of all micro-batches, step.
+        """One optimizer step, inside `training`: zero, forward and backward of all micro-batches, step.
 
         Returns metrics over the global mini-batch, and the gradient norm and learning rate. Raises TrainingError, on
         every rank and before the step, when a token loss or the gradient is not finite.

@@ -92,7 +92,8 @@ class Trainer:
                 accuracies["after"] = self.validate(done)
         if trainer.save_hf:
             model = self.parts.model
-            save_hf(self.parts.exporter, model.hf_config, model.tokenizer, f"{trainer.out_dir}/hf")
+            with self.parts.actor.awake():
+                save_hf(self.parts.exporter, model.hf_config, model.tokenizer, f"{trainer.out_dir}/hf")
         reporter.finish(accuracies)
         return accuracies
 
@@ -193,6 +194,8 @@ class Trainer:
         """Step 4: the PPO anchor, under the weights before any update of this step; in bypass mode the rollout's."""
         if self.resolved.correction.bypass_mode:
             return batch.with_fields(old_log_probs=batch.packed.rollout_log_probs)
+        if self.resolved.anchor_is_current:
+            return batch  # the objective takes the current log-probs, which are the same
         algorithm, names = self.config.algorithm, ["log_probs"]
         if self.resolved.estimator.sum_pi_squared:
             names.append("sum_pi_squared")
@@ -249,7 +252,7 @@ class Trainer:
             self.resolved.estimator.check_finite(result, inputs)
         batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
         self.metrics |= batch_metrics(batch.packed, self.reduction)
-        if not self.resolved.correction.bypass_mode:
+        if self.resolved.makes_old_pass:
             self.metrics |= mismatch_metrics(batch.packed, self.reduction)
         if self.resolved.estimator.groups:
             self._count_groups_of_one(groups_of_one(inputs))
@@ -268,7 +271,7 @@ class Trainer:
             kept = without_truncated(batch.packed, batch.table.truncated)
             batch = batch.keeping(kept, self.reduction)
         correction, packed = self.resolved.correction, batch.packed
-        if correction.bypass_mode:
+        if not self.resolved.makes_old_pass:
             return batch
         inputs = CorrectionInputs(
             packed.old_log_probs, packed.rollout_log_probs, packed.training, packed.segments, self.reduction
@@ -323,10 +326,11 @@ class Trainer:
             return
         batch = batch.with_fields(ref_hidden=None)  # which only the actor reads
         settings, mean = self.resolved.critic, MeanOverUpdates("critic/")
-        for indices in mini_batch_indices(batch, settings, self.config.trainer.seed):
-            mini_batch = cut_mini_batch(batch, indices, settings, self.topology)
-            objective = ValueObjective(self.config.critic.cliprange_value, mini_batch.actions)
-            mean.add(*self.parts.critic.update(mini_batch, objective))
+        with self.parts.critic.training():
+            for indices in mini_batch_indices(batch, settings, self.config.trainer.seed):
+                mini_batch = cut_mini_batch(batch, indices, settings, self.topology)
+                objective = ValueObjective(self.config.critic.cliprange_value, mini_batch.actions)
+                mean.add(*self.parts.critic.update(mini_batch, objective))
         self.metrics |= mean.metrics()
 
     @named_step
@@ -336,11 +340,12 @@ class Trainer:
         reference_weight = None
         if terms.uses_full_kl:
             reference_weight = self.parts.reference.output_weight()
-        for number, indices in enumerate(mini_batch_indices(batch, settings, self.config.trainer.seed)):
-            prepared, summary = self.preparation.prepare(batch, indices, number)
-            mini_batch = cut_mini_batch(prepared, indices, settings, self.topology)
-            objective = PolicyObjective(self.parts.head, terms, mini_batch.actions, reference_weight, self.combine)
-            mean.add(*self.parts.actor.update(mini_batch, objective), summary)
+        with self.parts.actor.training():
+            for number, indices in enumerate(mini_batch_indices(batch, settings, self.config.trainer.seed)):
+                prepared, summary = self.preparation.prepare(batch, indices, number)
+                mini_batch = cut_mini_batch(prepared, indices, settings, self.topology)
+                objective = PolicyObjective(self.parts.head, terms, mini_batch.actions, reference_weight, self.combine)
+                mean.add(*self.parts.actor.update(mini_batch, objective), summary)
         self.metrics |= mean.metrics()
         if terms.kl_loss_coef is not None:
             self.metrics["actor/kl_coef"] = terms.kl_loss_coef
@@ -348,7 +353,8 @@ class Trainer:
     @named_step
     def sync_weights(self, version: int) -> None:
         """Give the engine the actor's weights."""
-        self.parts.engine.update_weights(self.parts.exporter.export(), version)
+        with self.parts.actor.awake():
+            self.parts.engine.update_weights(self.parts.exporter.export(), version)
 
     @named_step
     def validate(self, step: int) -> float:

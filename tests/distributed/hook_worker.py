@@ -21,7 +21,7 @@ from mppo.algorithm.policy_losses import policy_loss
 from mppo.algorithm.statistics import add_up
 from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.trajectory import Trajectory
-from mppo.config import ModelSource
+from mppo.config import ModelSource, OptimConfig
 from mppo.megatron import topology as layouts
 from mppo.megatron.collectives import (
     data_parallel_reduction,
@@ -202,7 +202,7 @@ class Comparison:
         return errors
 
     def _training_errors(self, batch: PackedBatch, token_losses: dict[str, Tensor]) -> dict[str, float]:
-        chunks = wrap_for_training(self.chunks, use_distributed_optimizer=False)
+        chunks = wrap_for_training(self.chunks, OptimConfig())
         for chunk in chunks:
             chunk.zero_grad_buffer()
         statistics = run_schedule(chunks, self._micro_batches(batch), self._objective(batch))

@@ -89,11 +89,13 @@ def outcome(x: AdvantageInputs, per_trajectory: Tensor) -> Advantages:
 
 
 ESTIMATORS: Registry[Callable[..., Advantages]] = Registry(
-    "advantage estimator", traits=("critic", "sum_pi_squared", "greedy_baseline", "groups", "reads_rewards")
+    "advantage estimator",
+    traits=("critic", "sum_pi_squared", "greedy_baseline", "groups", "reads_rewards", "reads_old_policy"),
 )
 """`(AdvantageInputs, config) -> Advantages`. Register with `config=` (dataclass of knobs) and what it needs:
 `critic=True` (values), `sum_pi_squared=True`, `greedy_baseline=True`, `groups=True` (it compares the answers to one
-prompt); `reads_rewards=False` says that it reads only the parts of the reward."""
+prompt); `reads_rewards=False` says that it reads only the parts of the reward, `reads_old_policy=True` that it reads
+`old_log_probs`."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Estimator:
     greedy_baseline: bool = False
     groups: bool = False
     reads_rewards: bool = True
+    reads_old_policy: bool = False
     reward_keys: tuple[str, ...] = ()
     """Parts of the reward that every trajectory must have."""
 

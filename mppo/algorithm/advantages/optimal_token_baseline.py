@@ -14,6 +14,8 @@ from mppo.algorithm.advantages.tokens import rewards_to_go, run_starts, segment_
 ROUNDING = 1e-4
 """How far below 0 float32 may take a variance that is 0."""
 
+NEEDS = {"groups": True, "sum_pi_squared": True, "reads_old_policy": True}
+
 
 @dataclass(frozen=True)
 class OptimalTokenBaselineConfig:
@@ -22,7 +24,7 @@ class OptimalTokenBaselineConfig:
     which would leave no advantage)."""
 
 
-@ESTIMATORS.register("optimal_token_baseline", config=OptimalTokenBaselineConfig, groups=True, sum_pi_squared=True)
+@ESTIMATORS.register("optimal_token_baseline", config=OptimalTokenBaselineConfig, **NEEDS)
 def optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
     """`A = G - B`; places are tokens since the first action, so that tool output takes up places."""
     actions, taken = (mask.bool().nonzero().squeeze(-1) for mask in (x.training, x.mask))
@@ -32,7 +34,13 @@ def optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfi
     return _less_baseline(x, config, actions, actions - first[ids[actions]])
 
 
-@ESTIMATORS.register("tir_optimal_token_baseline", config=OptimalTokenBaselineConfig, groups=True, sum_pi_squared=True)
+@ESTIMATORS.register(
+    "tir_optimal_token_baseline",
+    config=OptimalTokenBaselineConfig,
+    groups=True,
+    sum_pi_squared=True,
+    reads_old_policy=True,
+)
 def tir_optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
     """For tool-integrated reasoning: places count actions only."""
     actions = x.training.bool().nonzero().squeeze(-1)
