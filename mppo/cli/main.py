@@ -34,6 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="say what a configuration does, without launching anything")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--world-size", type=int, help="processes of the run (default: one replica)")
+    plan.add_argument("--prompt-tokens", type=int, help="mean length for the estimate (default: the maximum)")
+    plan.add_argument("--response-tokens", type=int, help="mean length for the estimate (default: the maximum)")
     plan.set_defaults(run=_plan)
     check_loss = commands.add_parser("check-loss", help="examine a policy loss, registered or by import path")
     check_loss.add_argument("loss", metavar="NAME_OR_PATH", help="vanilla, my_package.losses:my_loss")
@@ -58,9 +60,11 @@ def _load(options: argparse.Namespace) -> Config:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from mppo.megatron.topology import data_parallel_size
+    from mppo.megatron.topology import check_layout, data_parallel_size
+    from mppo.trainer.estimate import estimate_actor, print_estimate
     from mppo.trainer.plan import make_plan, print_plan
     from mppo.trainer.resolve import resolve
+    from mppo.weights.pretrained import read_model_config
 
     config = _load(options)
     parallel = config.parallel
@@ -68,11 +72,21 @@ def _plan(options: argparse.Namespace) -> int:
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     )
     world_size = options.world_size or replica
-    plan = make_plan(resolve(config, data_parallel_size(parallel, world_size)), world_size)
+    resolved = resolve(config, data_parallel_size(parallel, world_size))
+    plan = make_plan(resolved, world_size)
+    estimate = None
+    if config.model.path or config.model.preset:
+        prompt = options.prompt_tokens or config.data.max_prompt_length
+        response = options.response_tokens or config.data.max_response_length
+        model = read_model_config(config.model)
+        check_layout(parallel, model)
+        estimate = estimate_actor(resolved, plan, model, prompt, response)
     if options.json:
-        print(json.dumps(asdict(plan), indent=2))
+        print(json.dumps({**asdict(plan), "estimate": estimate and asdict(estimate)}, indent=2))
     else:
         print_plan(plan, Console())
+        if estimate is not None:
+            print_estimate(estimate, Console())
     return 0
 
 

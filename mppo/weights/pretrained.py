@@ -29,8 +29,7 @@ class PretrainedModel:
 
 def open_model(model: ModelSource, seed: int) -> PretrainedModel:
     """Open `model.path` or `model.preset`. Raises ModelError for a folder that is missing or not supported."""
-    if model.path is None and model.preset is None:
-        raise ConfigError("give model.path (a Hugging Face model folder) or model.preset")
+    _check_given(model)
     if model.preset is not None:
         hf_config, tokenizer = PRESETS.get(model.preset).fn(dict(model.preset_options))
         source: TensorSource = RandomInitialisation(hf_config, seed)
@@ -50,6 +49,21 @@ def open_model(model: ModelSource, seed: int) -> PretrainedModel:
         source=source,
         dtype=getattr(torch, model.dtype),
     )
+
+
+def read_model_config(model: ModelSource) -> ModelConfig:
+    """The numbers of `model.path` or `model.preset` alone. Raises as `open_model` does."""
+    _check_given(model)
+    if model.preset is not None:
+        hf_config, _ = PRESETS.get(model.preset).fn(dict(model.preset_options))
+    else:
+        hf_config = read_hf_config(model.path, "model.path")
+    return architecture_of(hf_config).model_config(hf_config, model.make_vocab_size_divisible_by)
+
+
+def _check_given(model: ModelSource) -> None:
+    if model.path is None and model.preset is None:
+        raise ConfigError("give model.path (a Hugging Face model folder) or model.preset")
 
 
 def read_hf_config(path: str, field: str) -> Any:
