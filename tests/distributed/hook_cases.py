@@ -102,11 +102,11 @@ CASES = sorted(
         *(Case(layout, "llama-tied", vocabulary_multiple=128) for layout in ("tp2", "tp2-pp2-sp")),
         *(Case(layout, model) for layout in ("single", "tp2") for model in ("llama-rope", "llama-mha")),
         *(Case(layout, "qwen3-moe") for layout in MOE_LAYOUTS),
-        *(Case(layout, "qwen3-moe", aux_loss_coeff=0.1) for layout in MOE_LAYOUTS),
+        *(Case(layout, "qwen3-moe", aux_loss_coeff=0.02) for layout in MOE_LAYOUTS),
         *(
             Case(layout, model)
             for layout in ("single", "ep2-dp2", "tp2-pp2-ep2-sp")
-            for model in ("qwen3-moe-raw", "reward-moe")
+            for model in ("qwen3-moe-raw", "reward-qwen3-moe")
         ),
     ],
     key=lambda case: (case.processes, case.layout),

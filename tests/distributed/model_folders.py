@@ -50,7 +50,7 @@ CONFIGS = {
     "qwen3-moe-raw": Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=False),
     "reward": LlamaConfig(**COMMON, num_labels=1),
     "reward-tied": Qwen3Config(**COMMON | {"tie_word_embeddings": True}, head_dim=32, num_labels=1),
-    "reward-moe": Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True, num_labels=1),
+    "reward-qwen3-moe": Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True, num_labels=1),
 }
 REWARD_MODELS = [name for name in CONFIGS if name.startswith("reward")]
 EXPERT_MODELS = [name for name in CONFIGS if "moe" in name]
@@ -63,7 +63,7 @@ def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
     model = build.from_config(CONFIGS[name])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            decisive = 0.5 if name.endswith(".mlp.gate.weight") else 0.02  # a near tie could go either way
+            decisive = 0.2 if name.endswith(".mlp.gate.weight") else 0.02  # a near tie could go either way
             parameter.add_(decisive * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(folder)
     _character_tokenizer().save_pretrained(folder)
