@@ -7,6 +7,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from mppo.megatron import platform
+
 
 class Router(TopKRouter):
     """Megatron-core's own differ by version in what is overridden here.
@@ -15,6 +17,9 @@ class Router(TopKRouter):
     of this rank, so sequence and context parallelism would make it smaller; and it has no answer for a micro-batch
     that is all padding.
     """
+
+    balance_loss: Tensor | float = 0.0
+    """What this rank added since it was last asked, see `take_balance_loss`."""
 
     def gating(self, input: Tensor) -> Tensor:
         """hidden `[T, 1, H]` -> logits `[T, 1, E]` in float32: near ties should not be decided by rounding."""
@@ -38,4 +43,20 @@ class Router(TopKRouter):
         dist.all_reduce(chosen, group=self.tp_cp_group)
         shares = chosen / chosen.sum().clamp(min=1)
         loss = coeff * len(shares) * (shares * scores_for_aux_loss.sum(0)).sum()
+        self.balance_loss = self.balance_loss + loss.detach()
         return MoEAuxLossAutoScaler.apply(probs, loss)
+
+
+def take_balance_loss(chunks: list[torch.nn.Module], tokens: int) -> float:
+    """The load-balancing loss, coefficient included, of a mini-batch of `tokens` that went through the schedule: the
+    mean over its micro-batches, weighted by their tokens, summed over layers.
+
+    Every rank adds its layers' and tokens' part. Collective over the world; starts from 0 again.
+    """
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+    total = torch.zeros((), dtype=torch.double, device=platform.device())
+    for router in routers:
+        total += router.balance_loss
+        router.balance_loss = 0.0
+    dist.all_reduce(total)
+    return total.item() / tokens

@@ -35,6 +35,7 @@ from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks, wrap_for_training
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ValueObjective, ValuePass
 from mppo.megatron.optimizer import Optimizer
+from mppo.megatron.router import take_balance_loss
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import for_rank
@@ -231,6 +232,9 @@ class Comparison:
         errors = self._gradient_errors(chunks) | {
             name: self._loss_error(metrics[f"{role}/{name}"].value, expected) for name, expected in token_losses.items()
         }
+        if self.case.aux_loss_coeff:
+            balance, found = self._balance_loss().item(), take_balance_loss(chunks, batch.num_tokens)
+            errors["balance_loss"] = abs(found / self.case.aux_loss_coeff - balance) / balance
         norm = Optimizer(chunks, OptimConfig(use_distributed_optimizer=False), self.model.dtype).step()["grad_norm"]
         expected = torch.cat([p.grad.flatten() for p in self.reference.parameters()]).double().norm().item()
         return errors | {"grad_norm": abs(norm - expected) / expected}

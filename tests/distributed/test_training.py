@@ -118,7 +118,7 @@ def experts_on_one_process(tmp_path_factory):
 )
 def test_a_mixture_of_experts_trains_alike_wherever_its_experts_are(experts_on_one_process, tmp_path, overrides):
     run = train("class", 2, tmp_path, *EXPERTS, *overrides)
-    for name in ("actor/loss", "actor/grad_norm", "actor/kl_loss", "reward/mean"):
+    for name in ("actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/balance_loss", "reward/mean"):
         assert run.column(name) == pytest.approx(experts_on_one_process.column(name), rel=1e-4, abs=1e-6), name
     assert max(run.column("rollout/log_prob_distance")) < 1e-5
 
