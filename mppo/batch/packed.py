@@ -40,7 +40,7 @@ class PackedBatch:
     positions: Tensor = _per_token()
     """`[T]` long: place within the trajectory."""
     mask: Tensor = _per_token()
-    """`[T]` bool: actions, as the rollout has it; what is projected, and what Megatron counts."""
+    """`[T]` bool: actions, as the rollout has it; what is projected."""
     rollout_log_probs: Tensor = _per_token()
     """`[T]`: under the policy that generated."""
     rewards: Tensor = _per_token()
@@ -71,6 +71,8 @@ class PackedBatch:
     """`[T]`: what each token loss counts in the objective at hand (see `mppo.algorithm.aggregation`)."""
     origin: Tensor | None = _per_token(default=None)
     """`[T]` long: position in the batch that this one was selected from; -1 for padding."""
+    count: int | None = None
+    """Of a batch of actions: the tokens, prompts included, of the batch that they were taken from (`num_tokens`)."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -84,6 +86,17 @@ class PackedBatch:
     def training(self) -> Tensor:
         """`[T]` bool: positions whose losses count."""
         return self.mask if self.kept is None else self.kept
+
+    @property
+    def real(self) -> Tensor:
+        """`[T]` bool: positions of trajectories, prompts included; padding is none."""
+        real = (self.indices >= 0)[self.segments.ids]
+        return real if self.origin is None else real & (self.origin >= 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of trajectories: what Megatron counts; padding, which a layout may add, is left out."""
+        return int(self.real.sum()) if self.count is None else self.count
 
     @property
     def segments(self) -> Segments:
@@ -130,7 +143,7 @@ class PackedBatch:
         rows = self.mask.nonzero().squeeze(-1)
         counts = self.segments.lengths(self.mask).cpu()
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)]).int()
-        return rows, replace(self._take(rows, slice(None)), cu_seqlens=cu_seqlens)
+        return rows, replace(self._take(rows, slice(None)), cu_seqlens=cu_seqlens, count=self.num_tokens)
 
     def _take(self, positions: Tensor, trajectories: Tensor | slice) -> "PackedBatch":
         return self._map(lambda _, x: x[positions], lambda _, x: x[trajectories])

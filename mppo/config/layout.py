@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from mppo.config.checks import one_of, positive
+from mppo.config.checks import not_negative, one_of, positive
 from mppo.errors import ConfigError
 
 
@@ -17,10 +17,19 @@ class ParallelConfig:
     """Model chunks of each pipeline stage, for the interleaved schedule; null: one."""
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
+    """Ranks that the experts of a layer are dealt out to; it divides TP x CP x DP."""
     sequence_parallel: bool = False
     """Cut activations between tensor-parallel regions along the sequence."""
     timeout_minutes: int = 30
     """How long a collective may wait for a rank."""
+
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """Ranks over which one expert is cut: those of tensor parallelism, or with expert parallelism none.
+
+        Expert parallelism deals whole experts out to tensor-, context- and data-parallel ranks alike.
+        """
+        return 1 if self.expert_model_parallel_size > 1 else self.tensor_model_parallel_size
 
     def __post_init__(self):
         positive(
@@ -80,6 +89,8 @@ class ModelSource:
     make_vocab_size_divisible_by: int = 128
     """The embedding is padded to a multiple of this times the tensor-parallel size."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    moe_aux_loss_coeff: float = 0.0
+    """Coefficient of the load-balancing loss of a mixture of experts, in the training of actor and critic."""
 
     def __post_init__(self):
         if self.path is not None and self.preset is not None:
@@ -88,3 +99,4 @@ class ModelSource:
             raise ConfigError("model.preset_options has no effect without model.preset")
         one_of("model.dtype", self.dtype, ("bfloat16", "float32"))
         positive("model", make_vocab_size_divisible_by=self.make_vocab_size_divisible_by)
+        not_negative("model", moe_aux_loss_coeff=self.moe_aux_loss_coeff)

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mppo.megatron import platform
+from mppo.megatron.router import Router
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -141,11 +142,24 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
     return platform.has_transformer_engine() and dtype != torch.float32
 
 
+def groups_experts(dtype: torch.dtype) -> bool:
+    """Whether the local experts run as Transformer Engine's grouped products (never tried yet), or one by one."""
+    if not uses_transformer_engine(dtype):
+        return False
+    from megatron.core.extensions import transformer_engine
+
+    return getattr(transformer_engine, "TEColumnParallelGroupedLinear", None) is not None
+
+
 def decoder_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
     """The spec of one model chunk's decoder."""
+    experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     if uses_transformer_engine(config.params_dtype):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **experts)
+        _route(layer, config)
+        return layer
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **experts)
+    _route(layer, config)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -153,3 +167,11 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None) -> Transformer
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+
+
+def _route(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Let a mixture of experts use our router."""
+    if config.num_moe_experts is not None:
+        mlp = layer.submodules.mlp
+        parts = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # from 0.19 on a partial
+        parts.router = Router

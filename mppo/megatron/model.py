@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mppo.config import OptimConfig, ParallelConfig, RecomputeConfig
 from mppo.megatron import platform
-from mppo.megatron.layers import decoder_spec, uses_transformer_engine
+from mppo.megatron.layers import decoder_spec, groups_experts, uses_transformer_engine
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.profiling import RangeTimers
 
@@ -56,6 +56,9 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        **_expert_settings(model, dtype),
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, dense models too
         # The interleaved schedule swaps tensors silently over batched p2p with two stages; and with overlapped p2p
@@ -82,6 +85,23 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
     if recompute.granularity == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
     return {}
+
+
+def _expert_settings(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """A softmax over all experts before the best are taken; where their weights are made to add up to one, that is
+    the softmax over the best alone."""
+    if model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_router_topk": model.moe_topk,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not model.norm_topk_prob,
+        "moe_router_load_balancing_type": "aux_loss" if model.moe_aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_grouped_gemm": groups_experts(dtype),
+    }
 
 
 def _leave(weight: Tensor) -> Tensor:

@@ -29,6 +29,16 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     make_vocab_size_divisible_by: int = 128
+    num_experts: int | None = None
+    """Experts of every layer's feed-forward part; None: the model is dense."""
+    moe_ffn_hidden_size: int | None = None
+    """Of one expert; `ffn_hidden_size` is then not read."""
+    moe_topk: int = 0
+    """Experts that a token goes to."""
+    norm_topk_prob: bool = False
+    """Whether the weights of those experts add up to one."""
+    moe_aux_loss_coeff: float = 0.0
+    """Of the load-balancing loss; chosen for the run, not part of the model."""
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding in Megatron: the vocabulary rounded up so that each of `tp` ranks has whole blocks."""

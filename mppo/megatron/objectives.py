@@ -21,15 +21,18 @@ NOT_FINITE = "tokens_not_finite"
 """The metric that counts tokens whose loss is not finite; a step with any is refused."""
 
 
-def weighted_sum(token_loss: Tensor, batch: PackedBatch, actions: int) -> tuple[Tensor, Tensor]:
+def weighted_sum(token_loss: Tensor, batch: PackedBatch, tokens: int) -> tuple[Tensor, Tensor]:
     """The loss of a piece of the mini-batch and its tokens, as Megatron's per-token scaling wants them.
 
-    `N * sum(w * token_loss)` and the int count of actions; N = `actions`, that of the global mini-batch, is what the
-    counts add up to and what Megatron divides by.
+    `N * sum(w * token_loss)` and the int count of all tokens of the piece's trajectories, prompts included; N =
+    `tokens`, that of the global mini-batch, is what the counts add up to and what Megatron divides by. The loss does
+    not depend on what is counted; the auxiliary losses of a mixture of experts do, for Megatron multiplies that of a
+    micro-batch by the tokens that were routed. Padding is routed too, but neither counted here nor there.
     """
     kept = torch.where(batch.training, token_loss, torch.zeros_like(token_loss)).double()
-    loss = (kept * (batch.weights * actions)).sum()
-    return loss.to(token_loss.dtype), batch.mask.sum().int()
+    loss = (kept * (batch.weights * tokens)).sum()
+    count = torch.full((), batch.num_tokens, dtype=torch.int, device=loss.device)
+    return loss.to(token_loss.dtype), count
 
 
 class Offenders:
@@ -55,8 +58,8 @@ class PolicyObjective:
 
     head: PolicyHead
     terms: ActorTerms
-    actions: int
-    """Of the global mini-batch."""
+    tokens: int
+    """Of all trajectories of the global mini-batch, prompts included."""
     reference_weight: Tensor | None = None
     """`[V/tp, H]` of the reference, for the exact KL; the batch then brings `ref_hidden`."""
     combine: Callable[[Tensor], Tensor] | None = None
@@ -98,7 +101,7 @@ class PolicyObjective:
         statistics = {self.prefix + name: ratio for name, ratio in reported.items()}
         if batch.old_log_probs is None:
             statistics |= self._mismatch(old_log_probs, batch)
-        return *weighted_sum(loss, batch, self.actions), statistics
+        return *weighted_sum(loss, batch, self.tokens), statistics
 
     @staticmethod
     def _mismatch(log_probs: Tensor, batch: PackedBatch) -> dict[str, Ratio]:
@@ -121,8 +124,8 @@ class ValueObjective:
     """The clipped value loss."""
 
     cliprange: float
-    actions: int
-    """Of the global mini-batch."""
+    tokens: int
+    """Of all trajectories of the global mini-batch, prompts included."""
     offenders: Offenders = field(default_factory=Offenders)
     prefix: ClassVar[str] = "critic/"
     name: ClassVar[str] = "the value loss"
@@ -135,7 +138,7 @@ class ValueObjective:
         statistics["vf_loss"] = Ratio.total(torch.where(batch.training, loss.detach(), 0.0) * batch.weights)
         statistics[NOT_FINITE] = self.offenders.look(loss, batch)
         statistics = {self.prefix + name: ratio for name, ratio in statistics.items()}
-        return *weighted_sum(loss, batch, self.actions), statistics
+        return *weighted_sum(loss, batch, self.tokens), statistics
 
 
 Objective = PolicyObjective | ValueObjective

@@ -149,8 +149,20 @@ def _redirect_factories() -> None:
         torch.empty(0)
     for name in ("zeros", "tensor", "ones", "empty", "empty_like"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.distributed.all_to_all_single = _with_plain_splits(torch.distributed.all_to_all_single)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def _with_plain_splits(all_to_all_single):
+    """Megatron turns split sizes into numbers only when they come from the GPU."""
+
+    @functools.wraps(all_to_all_single)
+    def wrapper(*args, **kwargs):
+        splits = {name: kwargs[name].tolist() for name in kwargs if torch.is_tensor(kwargs[name]) and "split" in name}
+        return all_to_all_single(*args, **{**kwargs, **splits})
+
+    return wrapper
 
 
 def _report_cuda_tensor_types() -> None:

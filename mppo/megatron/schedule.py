@@ -6,7 +6,7 @@
 
 The closure returns Megatron's triple `(loss, num_tokens, statistics)`. With `calculate_per_token_loss` Megatron
 all-reduces num_tokens over DP x CP and divides the gradients once by the total N; so the closure multiplies its
-weights, which are those of the global mini-batch, by N. For token-mean that product is exactly 1.
+weights, which are those of the global mini-batch, by N. What is counted are all tokens of the trajectories.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -65,6 +66,7 @@ class ForwardStep:
                 input_ids=whole.tokens[None].to(device),
                 position_ids=whole.positions[None].to(device),
                 attention_mask=None,
+                padding_mask=_padding_mask(whole, model),
                 packed_seq_params=packed_seq_params(whole.cu_seqlens, device, config.context_parallel_size),
             )
         return output, partial(self._close, actions.to(device), model)
@@ -75,6 +77,20 @@ class ForwardStep:
             weight = output_weight(model)
             output = LastHidden(output.to(weight.dtype), weight)
         return self.closure(output, actions)
+
+
+def _padding_mask(batch: PackedBatch, model: torch.nn.Module) -> Tensor | None:
+    """`[1, T]` bool: what the load-balancing loss of a mixture of experts leaves out; None for a dense model.
+
+    Under sequence parallelism Megatron's first stage cuts it; `[1, T/tp]` on later ones, where nothing else would.
+    """
+    config = get_model_config(model)
+    if config.num_moe_experts is None:
+        return None
+    padding = ~batch.real[None].to(platform.device())
+    if config.sequence_parallel and not unwrap_model(model).pre_process:
+        padding = padding.chunk(config.tensor_model_parallel_size, dim=1)[get_tensor_model_parallel_rank()]
+    return padding
 
 
 def output_weight(model: torch.nn.Module) -> Tensor:

@@ -24,12 +24,17 @@ class Topology:
     vpp: int | None
     cp: int
     dp: int
+    ep: int
+    etp: int
+    """Tensor-parallel ranks over which each expert is cut."""
     sequence_parallel: bool
     rank: int
     tp_rank: int
     cp_rank: int
     pp_rank: int
     dp_rank: int
+    ep_rank: int
+    etp_rank: int
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -46,6 +51,15 @@ class Topology:
     @property
     def cp_group(self) -> dist.ProcessGroup:
         return parallel_state.get_context_parallel_group()
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup:
+        """The ranks that hold different experts of the same layers."""
+        return parallel_state.get_expert_model_parallel_group()
+
+    @property
+    def etp_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_expert_tensor_parallel_group()
 
     @property
     def dp_cp_group(self) -> dist.ProcessGroup:
@@ -86,7 +100,10 @@ class Topology:
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
-    """DP = world / (TP x PP x CP). Raises ConfigError that says which numbers do not fit."""
+    """DP = world / (TP x PP x CP). Raises ConfigError that says which numbers do not fit.
+
+    Experts are dealt out to ranks of one pipeline stage, so their number of ranks divides the other sizes' product.
+    """
     model_parallel = (
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     )
@@ -97,6 +114,12 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
             f" start a multiple of {model_parallel} processes (torchrun --nproc-per-node), or lower"
             " parallel.tensor_model_parallel_size or parallel.pipeline_model_parallel_size"
         )
+    stage, ep = world_size // parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
+    if stage % ep:
+        raise ConfigError(
+            f"parallel.expert_model_parallel_size={ep} does not divide TP x CP x DP = {stage}, the {world_size}"
+            f" processes over PP {parallel.pipeline_model_parallel_size}; use {_nearest(ep, stage)}"
+        )
     return world_size // model_parallel
 
 
@@ -104,15 +127,16 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
     """Raise ConfigError, naming the number to change, when the model cannot be cut as `parallel` says."""
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     stages = pp * (parallel.virtual_pipeline_model_parallel_size or 1)
-    for number, what in (
-        (model.num_attention_heads, "attention heads"),
-        (model.num_query_groups, "key/value heads"),
-        (model.ffn_hidden_size, "feed-forward columns"),
+    _check_experts(parallel, model)
+    for number, ranks, what in (
+        (model.num_attention_heads, tp, "attention heads"),
+        (model.num_query_groups, tp, "key/value heads"),
+        _feed_forward(parallel, model),
     ):
-        if number % tp:
-            fits = [n for n in range(1, tp + 1) if number % n == 0]
+        if number % ranks:
             raise ConfigError(
-                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {number} {what}; use {fits[-1]}"
+                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {number} {what};"
+                f" use {_nearest(tp, number)}"
             )
     if model.num_layers % stages:
         fits = [n for n in range(1, model.num_layers + 1) if model.num_layers % n == 0 and n <= stages]
@@ -121,10 +145,36 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
             f"{parallel.virtual_pipeline_model_parallel_size or 1} does not divide the model's {model.num_layers}"
             f" layers; the nearest number of stages that does is {fits[-1]}"
         )
-    if parallel.expert_model_parallel_size > 1:
+
+
+def _feed_forward(parallel: ParallelConfig, model: ModelConfig) -> tuple[int, int, str]:
+    """What is cut of a feed-forward layer, by how many ranks, and its name."""
+    if model.num_experts is None:
+        return model.ffn_hidden_size, parallel.tensor_model_parallel_size, "feed-forward columns"
+    return model.moe_ffn_hidden_size, parallel.expert_tensor_parallel_size, "feed-forward columns of an expert"
+
+
+def _check_experts(parallel: ParallelConfig, model: ModelConfig) -> None:
+    ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    if model.num_experts is None:
+        if ep > 1:
+            raise ConfigError(f"parallel.expert_model_parallel_size={ep}: the model is dense; use 1")
+        return
+    if model.num_experts % ep:
         raise ConfigError(
-            f"parallel.expert_model_parallel_size={parallel.expert_model_parallel_size}: the model is dense; use 1"
+            f"parallel.expert_model_parallel_size={ep} does not divide the model's {model.num_experts} experts;"
+            f" use {_nearest(ep, model.num_experts)}"
         )
+    if tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.tensor_model_parallel_size={tp}: Megatron-core trains a mixture of experts under tensor"
+            " parallelism with sequence parallelism only; set parallel.sequence_parallel=true"
+        )
+
+
+def _nearest(size: int, number: int) -> int:
+    """The largest divisor of `number` that is not above `size`."""
+    return next(n for n in range(size, 0, -1) if number % n == 0)
 
 
 def initialize(parallel: ParallelConfig, seed: int) -> Topology:
@@ -142,6 +192,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> Topology:
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
             distributed_timeout_minutes=parallel.timeout_minutes,
         )
     torch.manual_seed(seed)
@@ -152,12 +203,16 @@ def initialize(parallel: ParallelConfig, seed: int) -> Topology:
         vpp=parallel.virtual_pipeline_model_parallel_size,
         cp=parallel.context_parallel_size,
         dp=parallel_state.get_data_parallel_world_size(),
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
     )
 
 

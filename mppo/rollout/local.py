@@ -11,6 +11,7 @@ from mppo.batch.trajectory import Trajectory
 from mppo.errors import ModelError
 from mppo.rollout.engine import Request, SamplingParams
 from mppo.rollout.sampling import draw, uniforms
+from mppo.weights.fused import on_disk
 
 
 class LocalEngine:
@@ -24,7 +25,7 @@ class LocalEngine:
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Raises ModelError when the tensors are not exactly the model's."""
-        parameters = dict(self.model.named_parameters())
+        parameters = on_disk(self.model.named_parameters())
         for name, tensor in tensors:
             if name not in parameters:
                 raise ModelError(f"the local engine's model has no tensor {name}, or it came twice")

@@ -19,6 +19,7 @@ from mppo.trainer.checkpoints import Checkpoints
 from mppo.trainer.reporter import Reporter, SilentReporter
 from mppo.trainer.resolve import Resolved, resolve
 from mppo.trainer.roles import ReferenceRole, TrainableRole
+from mppo.weights.architectures import architecture_of
 from mppo.weights.pretrained import PretrainedModel, open_model, read_hf_config
 from mppo.weights.sources import SafetensorsFolder
 from mppo.weights.transfer import Exporter, load
@@ -109,13 +110,17 @@ def _loaded_chunks(config: Config, model: PretrainedModel, place: Topology) -> l
     return chunks
 
 
+_SAME_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "num_experts")
+
+
 def _critic_chunks(config: Config, model: PretrainedModel, place: Topology) -> list[torch.nn.Module]:
     """The actor's backbone with a zero head, or a reward model with its own head."""
     source, path = model.source, config.critic.path
     if path is not None:
         hf_config = read_hf_config(path, "critic.path")
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size"):
-            given = getattr(model.architecture.model_config(hf_config), name)
+        sizes = architecture_of(hf_config).model_config(hf_config)
+        for name in _SAME_SIZES:
+            given = getattr(sizes, name)
             if given != getattr(model.config, name):
                 raise ModelError(
                     f"critic.path={path}: its {name} is {given}, that of the actor's model is"

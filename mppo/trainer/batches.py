@@ -94,8 +94,8 @@ class MiniBatch:
     """What one optimizer step sees on this rank."""
 
     micro_batches: list[PackedBatch]
-    actions: int
-    """Of all ranks: what Megatron's count of tokens adds up to."""
+    tokens: int
+    """Of its trajectories, on all ranks: what Megatron's count of tokens adds up to."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def cut_mini_batch(batch: StepBatch, indices: list[int], settings: UpdateSetting
     """This rank's micro-batches of a mini-batch, with the weight of every token loss."""
     counts = batch.table.counts(indices, settings.denominator)
     pieces = micro_batches(batch, indices, settings.limit, topology)
-    actions = batch.table.counts(indices, "loss_mask").tokens
-    return MiniBatch([for_rank(_weigh(piece, settings, counts), topology) for piece in pieces], actions)
+    tokens = sum(batch.table.lengths[i] for i in indices)
+    return MiniBatch([for_rank(_weigh(piece, settings, counts), topology) for piece in pieces], tokens)
 
 
 def _weigh(piece: PackedBatch, settings: UpdateSettings, counts: BatchCounts) -> PackedBatch:

@@ -65,7 +65,11 @@ def make_plan(resolved: Resolved, world_size: int) -> Plan:
     layout = f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size}"
     if parallel.virtual_pipeline_model_parallel_size:
         layout += f" (VPP {parallel.virtual_pipeline_model_parallel_size})"
+    if parallel.context_parallel_size > 1:
+        layout += f" x CP {parallel.context_parallel_size}"
     layout += f" x DP {resolved.data_parallel_size}" + (" + SP" if parallel.sequence_parallel else "")
+    if parallel.expert_model_parallel_size > 1:
+        layout += f", experts over EP {parallel.expert_model_parallel_size}"
     actor = _update_plan(resolved.policy_loss.name, resolved, resolved.actor)
     control = config.algorithm.kl_ctrl
     return Plan(

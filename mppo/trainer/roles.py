@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 
 import torch
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mppo.algorithm.statistics import Ratio, add_up
@@ -16,6 +17,7 @@ from mppo.megatron.model import wrap_for_training
 from mppo.megatron.objectives import NOT_FINITE, ForwardPass, Objective
 from mppo.megatron.optimizer import Optimizer
 from mppo.megatron.parking import Parking, gradients_of, optimizer_state_of, weights_of
+from mppo.megatron.router import take_balance_loss
 from mppo.megatron.schedule import output_weight, run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, for_rank, micro_batches
@@ -111,14 +113,18 @@ class TrainableRole(Role):
     def update(self, mini_batch: MiniBatch, objective: Objective) -> tuple[dict[str, Ratio], dict[str, float]]:
         """One optimizer step, inside `training`: zero, forward and backward of all micro-batches, step.
 
-        Returns metrics over the global mini-batch, and the gradient norm and learning rate. Raises TrainingError, on
-        every rank and before the step, when a token loss or the gradient is not finite.
+        Returns metrics over the global mini-batch, and the gradient norm, the learning rate and, where it is on, the
+        load-balancing loss. Raises TrainingError, on every rank and before the step, when a token loss or the gradient
+        is not finite.
         """
         self.optimizer.zero_grad()
         statistics = run_schedule(self.chunks, mini_batch.micro_batches, objective)
         metrics = reduce_statistics(add_up(statistics), self.topology)
         self._refuse_broken_losses(int(metrics.pop(objective.prefix + NOT_FINITE).value), objective)
-        return metrics, self.optimizer.step()
+        numbers = {}
+        if get_model_config(self.chunks[0]).moe_aux_loss_coeff:
+            numbers["balance_loss"] = take_balance_loss(self.chunks, mini_batch.tokens)
+        return metrics, self.optimizer.step() | numbers
 
     @staticmethod
     def _refuse_broken_losses(tokens: int, objective: Objective) -> None:

@@ -329,7 +329,7 @@ class Trainer:
         with self.parts.critic.training():
             for indices in mini_batch_indices(batch, settings, self.config.trainer.seed):
                 mini_batch = cut_mini_batch(batch, indices, settings, self.topology)
-                objective = ValueObjective(self.config.critic.cliprange_value, mini_batch.actions)
+                objective = ValueObjective(self.config.critic.cliprange_value, mini_batch.tokens)
                 mean.add(*self.parts.critic.update(mini_batch, objective))
         self.metrics |= mean.metrics()
 
@@ -344,7 +344,7 @@ class Trainer:
             for number, indices in enumerate(mini_batch_indices(batch, settings, self.config.trainer.seed)):
                 prepared, summary = self.preparation.prepare(batch, indices, number)
                 mini_batch = cut_mini_batch(prepared, indices, settings, self.topology)
-                objective = PolicyObjective(self.parts.head, terms, mini_batch.actions, reference_weight, self.combine)
+                objective = PolicyObjective(self.parts.head, terms, mini_batch.tokens, reference_weight, self.combine)
                 mean.add(*self.parts.actor.update(mini_batch, objective), summary)
         self.metrics |= mean.metrics()
         if terms.kl_loss_coef is not None:

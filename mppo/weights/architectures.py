@@ -1,7 +1,8 @@
 """One declarative table per architecture: Megatron parameters, Hugging Face parameters, and the cut between them.
 
-`{layer}` is the number of the layer in the whole model. A parameter may have two Megatron names: that of the local
-layers, and that of Transformer Engine's, which keep a norm inside the linear layer that follows it.
+`{layer}` and `{expert}` are numbers in the whole model. A parameter may have two Megatron names: that of the local
+layers, and that of Transformer Engine's, which keep a norm inside the linear layer that follows it, and the weights
+of all local experts in one grouped layer.
 """
 
 from dataclasses import dataclass
@@ -38,12 +39,19 @@ class Parameter:
     def per_layer(self) -> bool:
         return "{layer}" in self.hf[0]
 
+    def hf_names(self, layer: int = -1, expert: int = -1) -> list[str]:
+        return [name.format(layer=layer, expert=expert) for name in self.hf]
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.hf[0]
+
 
 EMBEDDING = Parameter(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VocabularyRows())
 OUTPUT = Parameter(("output_layer.weight",), ("lm_head.weight",), VocabularyRows())
 VALUE_HEAD = Parameter(("output_layer.weight",), ("score.weight",), Single())
 
-_BACKBONE = (
+_SHARED = (
     EMBEDDING,
     Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Replicated("hidden_size")),
     Parameter(
@@ -62,8 +70,29 @@ _BACKBONE = (
         (_HF_LAYER + "post_attention_layernorm.weight",),
         Replicated("hidden_size"),
     ),
+)
+"""What dense models and mixtures of experts have alike."""
+
+_FEED_FORWARD = (
     Parameter((_MLP + "linear_fc1.weight",), (_HF_MLP + "gate_proj.weight", _HF_MLP + "up_proj.weight"), GateUp()),
     Parameter((_MLP + "linear_fc2.weight",), (_HF_MLP + "down_proj.weight",), FeedForwardColumns()),
+)
+
+
+def _of_experts(linear: str) -> tuple[str, str]:
+    """The names of a linear layer's weight in sequential and in grouped experts."""
+    return f"{_MLP}experts.local_experts.{{expert}}.{linear}.weight", f"{_MLP}experts.{linear}.weight{{expert}}"
+
+
+_HF_EXPERT = _HF_MLP + "experts.{expert}."
+_EXPERTS = (
+    Parameter((_MLP + "router.weight",), (_HF_MLP + "gate.weight",), Replicated("num_experts")),
+    Parameter(
+        _of_experts("linear_fc1"),
+        (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"),
+        GateUp("moe_ffn_hidden_size"),
+    ),
+    Parameter(_of_experts("linear_fc2"), (_HF_EXPERT + "down_proj.weight",), FeedForwardColumns("moe_ffn_hidden_size")),
 )
 _QKV_BIAS = (
     Parameter(
@@ -87,6 +116,7 @@ class Architecture:
     parameters: tuple[Parameter, ...]
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
 
     def model_config(self, hf: Any, make_vocab_size_divisible_by: int = 128) -> ModelConfig:
         """Read a transformers configuration. Raises ModelError for a feature that mppo does not build."""
@@ -95,6 +125,7 @@ class Architecture:
         _refuse(hf, "use_sliding_window", False, "sliding-window attention")
         _refuse(hf, "hidden_act", "silu", "another activation than silu")
         rope_theta, rope_scaling = _rope(hf)
+        experts = _experts(hf) if self.experts else {}
         return ModelConfig(
             num_layers=hf.num_hidden_layers,
             hidden_size=hf.hidden_size,
@@ -111,13 +142,15 @@ class Architecture:
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            **experts,
         )
 
 
 ARCHITECTURES = (
-    Architecture("Llama", _BACKBONE),
-    Architecture("Qwen2", _BACKBONE + _QKV_BIAS, qkv_bias=True),
-    Architecture("Qwen3", _BACKBONE + _QK_NORM, qk_norm=True),
+    Architecture("Llama", _SHARED + _FEED_FORWARD),
+    Architecture("Qwen2", _SHARED + _FEED_FORWARD + _QKV_BIAS, qkv_bias=True),
+    Architecture("Qwen3", _SHARED + _FEED_FORWARD + _QK_NORM, qk_norm=True),
+    Architecture("Qwen3Moe", _SHARED + _EXPERTS + _QK_NORM, qk_norm=True, experts=True),
 )
 
 
@@ -135,6 +168,23 @@ def _refuse(hf: Any, name: str, supported: Any, what: str) -> None:
     value = getattr(hf, name, supported)
     if value != supported:
         raise ModelError(f"the model's config.json has {name}={value!r}: mppo does not build {what}")
+
+
+def _experts(hf: Any) -> dict[str, Any]:
+    """The fields of ModelConfig about a mixture of experts in every layer."""
+    _refuse(hf, "decoder_sparse_step", 1, "mixtures of experts in some of the layers only")
+    _refuse(hf, "mlp_only_layers", [], "mixtures of experts in some of the layers only")
+    if hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
+        raise ModelError(
+            "the model's config.json has num_experts_per_tok=1 and norm_topk_prob=true: the weight of the one expert is"
+            " always 1, and the router could not learn"
+        )
+    return {
+        "num_experts": hf.num_experts,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_topk": hf.num_experts_per_tok,
+        "norm_topk_prob": hf.norm_topk_prob,
+    }
 
 
 def _rope(hf: Any) -> tuple[float, Llama3Rope | None]:

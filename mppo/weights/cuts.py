@@ -57,10 +57,12 @@ class Single:
 class FeedForwardColumns:
     """Columns of the down projection."""
 
+    size: str = "ffn_hidden_size"
+    """Name of the ModelConfig field with the extent."""
     dim: int = 1
 
     def slices(self, model: ModelConfig, tp_rank: int, tp: int) -> list[Slice]:
-        part = model.ffn_hidden_size // tp
+        part = getattr(model, self.size) // tp
         return [Slice(0, tp_rank * part, (tp_rank + 1) * part)]
 
 
@@ -96,10 +98,12 @@ class QueryKeyValue:
 class GateUp:
     """Sources gate, up. Each rank holds its rows of the gate, then its rows of the up projection."""
 
+    size: str = "ffn_hidden_size"
+    """Name of the ModelConfig field with the extent of each."""
     dim: int = 0
 
     def slices(self, model: ModelConfig, tp_rank: int, tp: int) -> list[Slice]:
-        part = model.ffn_hidden_size // tp
+        part = getattr(model, self.size) // tp
         return [Slice(source, tp_rank * part, (tp_rank + 1) * part) for source in (0, 1)]
 
 

@@ -1,6 +1,6 @@
 """Opening a model: its configuration, tokenizer, parameter table and tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,10 @@ class PretrainedModel:
 
 
 def open_model(model: ModelSource, seed: int) -> PretrainedModel:
-    """Open `model.path` or `model.preset`. Raises ModelError for a folder that is missing or not supported."""
+    """Open `model.path` or `model.preset`. Raises ModelError for a folder that is missing or not supported.
+
+    Raises ConfigError for a setting that the model would not read.
+    """
     _check_given(model)
     if model.preset is not None:
         hf_config, tokenizer = PRESETS.get(model.preset).fn(dict(model.preset_options))
@@ -41,11 +44,16 @@ def open_model(model: ModelSource, seed: int) -> PretrainedModel:
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={model.path}: its tokenizer cannot be read: {error}") from error
     architecture = architecture_of(hf_config)
+    config = architecture.model_config(hf_config, model.make_vocab_size_divisible_by)
+    if model.moe_aux_loss_coeff and config.num_experts is None:
+        raise ConfigError(
+            f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} would have no effect: the model is dense; unset it"
+        )
     return PretrainedModel(
         hf_config=hf_config,
         tokenizer=tokenizer,
         architecture=architecture,
-        config=architecture.model_config(hf_config, model.make_vocab_size_divisible_by),
+        config=replace(config, moe_aux_loss_coeff=model.moe_aux_loss_coeff),
         source=source,
         dtype=getattr(torch, model.dtype),
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mppo.errors import ModelError
+from mppo.weights.fused import on_disk
 
 
 class TensorSource(Protocol):
@@ -71,7 +72,7 @@ class RandomInitialisation:
         self.seed, self.initializer_range = seed, hf_config.initializer_range
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
-        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.shapes = {name: parameter.shape for name, parameter in on_disk(model.named_parameters()).items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes

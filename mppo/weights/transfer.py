@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mppo.weights.architectures import OUTPUT, VALUE_HEAD, Architecture, Paramet
 from mppo.weights.sources import TensorSource
 
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT_NUMBER = re.compile(r"(?<=\.mlp\.experts\.)(local_experts\.|linear_fc[12]\.weight)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,13 @@ class LocalParameter:
     table: Parameter
     layer: int
     """Number in the whole model; -1 outside the layers."""
+    expert: int
+    """Number in the whole layer; -1 for what is not of one expert."""
     tensor: Tensor
 
     @property
     def hf_names(self) -> list[str]:
-        return [name.format(layer=self.layer) for name in self.table.hf]
+        return self.table.hf_names(self.layer, self.expert)
 
 
 def local_parameters(
@@ -45,13 +49,17 @@ def local_parameters(
     found = []
     for chunk in unwrap_model(chunks):
         for name, tensor in chunk.named_parameters():
-            layer, pattern = -1, name
+            layer, expert, pattern = -1, -1, name
             if match := _LAYER_NUMBER.search(name):
-                layer = chunk.decoder.layers[int(match[1])].layer_number - 1
+                module = chunk.decoder.layers[int(match[1])]
+                layer = module.layer_number - 1
                 pattern = _LAYER_NUMBER.sub("decoder.layers.{layer}.", name)
+                if match := _EXPERT_NUMBER.search(name):
+                    expert = module.mlp.local_expert_indices[int(match[2])]
+                    pattern = _EXPERT_NUMBER.sub(r"\1{expert}", pattern)
             if pattern not in rows:
                 raise ModelError(f"the table of {architecture.hf_name} has no row for Megatron's parameter {name}")
-            found.append(LocalParameter(rows[pattern], layer, tensor))
+            found.append(LocalParameter(rows[pattern], layer, expert, tensor))
     return found
 
 
@@ -86,7 +94,7 @@ def load(
             names = ["model.embed_tokens.weight"]
         dim = parameter.table.cut.dim
         pieces = []
-        for piece in parameter.table.cut.slices(model, topology.tp_rank, topology.tp):
+        for piece in parameter.table.cut.slices(model, *tensor_parallel_place(parameter.table, topology)):
             if piece.source < 0:
                 shape = list(parameter.tensor.shape)
                 shape[dim] = len(piece)
@@ -96,14 +104,20 @@ def load(
         parameter.tensor.copy_(torch.cat(pieces, dim))
 
 
+def tensor_parallel_place(table: Parameter, topology: Topology) -> tuple[int, int]:
+    """This process's number among the ranks over which a parameter is cut, and how many they are."""
+    return (topology.etp_rank, topology.etp) if table.per_expert else (topology.tp_rank, topology.tp)
+
+
 def _check_tensors(rows: tuple[Parameter, ...], architecture: Architecture, model: ModelConfig, source: TensorSource):
     """Every tensor is there, exactly as large as asked for, and none is left over; on every rank, whatever it holds."""
     known = {"lm_head.weight", "score.weight"}
     for row in rows:
         slices = row.cut.slices(model, 0, 1)
-        for layer in range(model.num_layers) if row.per_layer else (-1,):
-            for place, pattern in enumerate(row.hf):
-                name = pattern.format(layer=layer)
+        layers = range(model.num_layers) if row.per_layer else (-1,)
+        experts = range(model.num_experts) if row.per_expert else (-1,)
+        for layer, expert in product(layers, experts):
+            for place, name in enumerate(row.hf_names(layer, expert)):
                 known.add(name)
                 found = source.shape(name)
                 asked = [model.hidden_size] * len(found)  # what is not cut is as wide as the hidden state
@@ -122,13 +136,18 @@ def _check_tensors(rows: tuple[Parameter, ...], architecture: Architecture, mode
 
 @dataclass(frozen=True)
 class Held:
-    """One line of the export plan: a parameter, and the pipeline stage that holds it."""
+    """One line of the export plan: a parameter, and the pipeline stage that holds it.
+
+    Of experts it stands for those at the same place of all expert-parallel ranks.
+    """
 
     stage: int
     place: int
     """Which of that stage's local parameters it is."""
     table: Parameter
-    hf_names: list[str]
+    layer: int
+    expert: int
+    """Number among the experts of a rank."""
     shard_shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -152,40 +171,64 @@ class Exporter:
         self.model, self.topology = model, topology
         self.local = local_parameters(chunks, architecture, value_head)
         mine = [
-            Held(topology.pp_rank, place, p.table, p.hf_names, tuple(p.tensor.shape), p.tensor.dtype)
+            Held(
+                topology.pp_rank,
+                place,
+                p.table,
+                p.layer,
+                p.expert - self._first_expert(topology.ep_rank) if p.table.per_expert else -1,
+                tuple(p.tensor.shape),
+                p.tensor.dtype,
+            )
             for place, p in enumerate(self.local)
         ]
         stages: list[list[Held]] = [[] for _ in range(topology.pp)]
         dist.all_gather_object(stages, mine, group=topology.pp_group)
         tied = model.tie_word_embeddings
-        self.plan = [h for held in stages for h in held if not (tied and h.hf_names == list(OUTPUT.hf))]
+        self.plan = [h for held in stages for h in held if not (tied and h.table == OUTPUT)]
+
+    def _first_expert(self, ep_rank: int) -> int:
+        return ep_rank * ((self.model.num_experts or 0) // self.topology.ep)
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, tensor)`, each tensor whole; a tied output layer is not repeated. Collective."""
         for held in self.plan:
-            shard = self._shard(held)
-            shards = [torch.empty_like(shard) for _ in range(self.topology.tp)]
-            dist.all_gather(shards, shard, group=self.topology.tp_group)
-            yield from zip(held.hf_names, self._assemble(held.table, shards), strict=True)
+            if not held.table.per_expert:
+                yield from self._whole(held, held.table.hf_names(held.layer), self.topology.tp_group, None)
+                continue
+            for owner in range(self.topology.ep):
+                names = held.table.hf_names(held.layer, self._first_expert(owner) + held.expert)
+                yield from self._whole(held, names, self.topology.etp_group, owner)
 
-    def _shard(self, held: Held) -> Tensor:
-        """This tensor-parallel rank's shard, from the stage that holds it."""
-        if held.stage == self.topology.pp_rank:
+    def _whole(
+        self, held: Held, names: list[str], group: dist.ProcessGroup, owner: int | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """A parameter from its shards on the ranks of `group`; `owner` is the expert-parallel rank that has it."""
+        shard = self._shard(held, owner)
+        shards = [torch.empty_like(shard) for _ in range(group.size())]
+        dist.all_gather(shards, shard, group=group)
+        yield from zip(names, self._assemble(held.table, shards), strict=True)
+
+    def _shard(self, held: Held, owner: int | None) -> Tensor:
+        """This tensor-parallel rank's shard, from the stage and the expert-parallel rank (None: all) that hold it."""
+        place, mine = self.topology, owner in (None, self.topology.ep_rank)
+        if mine and held.stage == place.pp_rank:
             shard = self.local[held.place].tensor.detach().contiguous()
         else:
             shard = torch.empty(held.shard_shape, dtype=held.dtype, device=platform.device())
-        if self.topology.pp > 1:
-            group = self.topology.pp_group
-            dist.broadcast(shard, dist.get_global_rank(group, held.stage), group=group)
+        if mine and place.pp > 1:
+            dist.broadcast(shard, dist.get_global_rank(place.pp_group, held.stage), group=place.pp_group)
+        if owner is not None and place.ep > 1:
+            dist.broadcast(shard, dist.get_global_rank(place.ep_group, owner), group=place.ep_group)
         return shard
 
     def _assemble(self, table: Parameter, shards: list[Tensor]) -> list[Tensor]:
         """The Hugging Face tensors of a parameter from the shards of all tensor-parallel ranks."""
         dim = table.cut.dim
         pieces: list[list[tuple[int, Tensor]]] = [[] for _ in table.hf]
-        for tp_rank, shard in enumerate(shards):
-            slices = table.cut.slices(self.model, tp_rank, self.topology.tp)
+        for rank, shard in enumerate(shards):
+            slices = table.cut.slices(self.model, rank, len(shards))
             parts = shard.split([len(s) for s in slices], dim)
             for piece, part in zip(slices, parts, strict=True):
                 if piece.source >= 0:

@@ -83,7 +83,7 @@ def mppo_step(role: TrainableRole, batch: StepBatch, size: Size, head: PolicyHea
     mini_batch = cut_mini_batch(batch, list(range(len(batch.table))), settings, role.topology)
     terms = ActorTerms(policy_loss("vanilla"))
     with role.training():
-        role.update(mini_batch, PolicyObjective(head, terms, mini_batch.actions))
+        role.update(mini_batch, PolicyObjective(head, terms, mini_batch.tokens))
 
 
 def bare_step(role: TrainableRole, pieces: list[PackedBatch]) -> None:

@@ -76,6 +76,26 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor) -> dict[st
     return {"vf_loss": torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2}
 
 
+def balance_loss(logits: list[Tensor], batch: DenseBatch, pieces: list[list[int]], topk: int) -> Tensor:
+    """Switch Transformer's loss (arXiv:2101.03961, eq. 4) of each layer and micro-batch: the mean over micro-batches
+    weighted by their tokens, summed over layers.
+
+    `logits` are those of each layer's router, `[B * L, E]`; `pieces` are the trajectories of each micro-batch.
+    """
+    attended = torch.arange(batch.tokens.size(1)) < batch.lengths[:, None]
+    total = torch.zeros(())
+    for of_layer in logits:
+        scores = of_layer.softmax(-1)
+        chosen = torch.zeros_like(scores).scatter(1, scores.topk(topk).indices, 1.0)
+        for piece in pieces:
+            rows = torch.zeros_like(attended)
+            rows[piece] = attended[piece]
+            rows = rows.flatten()
+            shares = chosen[rows].mean(0) / topk
+            total = total + rows.sum() * scores.size(1) * (shares * scores[rows].mean(0)).sum()
+    return total / batch.lengths.sum()
+
+
 def aggregate(losses: Tensor, mask: Tensor, mode: str) -> Tensor:
     """The five modes, each as its name says; trajectories without an action count nowhere."""
     sums, counts = (losses * mask).sum(-1), mask.sum(-1)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from mppo.algorithm.actor_loss import ActorTerms
 from mppo.algorithm.aggregation import BatchCounts, token_weights
@@ -33,9 +34,12 @@ from mppo.megatron.collectives import (
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks, wrap_for_training
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ValueObjective, ValuePass
+from mppo.megatron.optimizer import Optimizer
+from mppo.megatron.router import take_balance_loss
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import for_rank
+from mppo.weights.fused import on_disk
 from mppo.weights.pretrained import PretrainedModel, open_model
 from mppo.weights.transfer import load, local_parameters
 from tests.distributed.dense_reference import (
@@ -47,6 +51,7 @@ from tests.distributed.dense_reference import (
     VALUE_CLIP,
     DenseBatch,
     aggregate,
+    balance_loss,
     hidden_states,
     log_probs_and_entropy,
     policy_losses,
@@ -64,7 +69,7 @@ class Gradients:
     """A TensorSource of the reference's gradients, so that the loader cuts them as it cuts the weights."""
 
     def __init__(self, model: torch.nn.Module):
-        self.tensors = {name: parameter.grad for name, parameter in model.named_parameters()}
+        self.tensors = on_disk((name, parameter.grad) for name, parameter in model.named_parameters())
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -101,19 +106,31 @@ class Comparison:
         self.reduction = data_parallel_reduction(topology)
         self.critic = case.model in REWARD_MODELS
         folder = str(models / case.model)
-        source = ModelSource(path=folder, dtype="float32", make_vocab_size_divisible_by=case.vocabulary_multiple)
+        source = ModelSource(
+            path=folder,
+            dtype="float32",
+            make_vocab_size_divisible_by=case.vocabulary_multiple,
+            moe_aux_loss_coeff=case.aux_loss_coeff,
+        )
         self.model: PretrainedModel = open_model(source, seed=1)
         self.chunks = build_chunks(self.model.config, case.parallel, self.model.dtype, value_head=self.critic)
         self._load(self.chunks, self.model.source)
         auto = AutoModelForSequenceClassification if self.critic else AutoModelForCausalLM
         self.reference = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self.dense = random_batch(VOCABULARY)
+        self.router_logits: list[Tensor] = []
+        for module in self.reference.modules():
+            if isinstance(module, Qwen3MoeTopKRouter):
+                module.register_forward_hook(lambda _, __, output: self.router_logits.append(output[0]))
 
     def errors(self) -> dict[str, float]:
         outputs = self._reference_outputs()
         fields = self._made_up_fields(outputs)
         token_losses = self._reference_losses(outputs, fields)
-        self._aggregate(token_losses["vf_loss" if self.critic else "loss"]).backward()
+        loss = self._aggregate(token_losses["vf_loss" if self.critic else "loss"])
+        if self.case.aux_loss_coeff:
+            loss = loss + self.case.aux_loss_coeff * self._balance_loss()
+        loss.backward()
         batch = self._packed(fields)
         return self._output_errors(batch, outputs) | self._training_errors(batch, token_losses)
 
@@ -160,6 +177,10 @@ class Comparison:
     def _aggregate(self, token_losses: Tensor) -> Tensor:
         return aggregate(token_losses, self.dense.mask, self.case.mode)
 
+    def _balance_loss(self) -> Tensor:
+        pieces = [piece for of_rank in self.case.parts for piece in of_rank if piece]
+        return balance_loss(self.router_logits, self.dense, pieces, self.model.config.moe_topk)
+
     # The hook
 
     def _packed(self, fields: dict[str, Tensor]) -> PackedBatch:
@@ -180,13 +201,13 @@ class Comparison:
         return PolicyHead(VOCABULARY, self.case.temperature, self.topology.tp_group, chunk=3)
 
     def _objective(self, batch: PackedBatch):
-        actions = int(batch.mask.sum())
+        tokens = batch.num_tokens
         if self.critic:
-            return ValueObjective(VALUE_CLIP, actions)
+            return ValueObjective(VALUE_CLIP, tokens)
         vanilla = policy_loss("vanilla", {"clip_ratio": CLIP, "clip_ratio_c": DUAL_CLIP})
         terms = ActorTerms(vanilla, entropy_coeff=ENTROPY_COEFF, kl_loss_coef=KL_COEFF)
         combine = sum_with_gradient(self.topology.cp_group) if self.topology.cp > 1 else None
-        return PolicyObjective(self._head, terms, actions, combine=combine)
+        return PolicyObjective(self._head, terms, tokens, combine=combine)
 
     def _output_errors(self, batch: PackedBatch, expected: dict[str, Tensor]) -> dict[str, float]:
         pieces = self._micro_batches(batch)
@@ -208,10 +229,15 @@ class Comparison:
         statistics = run_schedule(chunks, self._micro_batches(batch), self._objective(batch))
         metrics = reduce_statistics(add_up(statistics), self.topology)
         role = "critic" if self.critic else "actor"
-        errors = {
+        errors = self._gradient_errors(chunks) | {
             name: self._loss_error(metrics[f"{role}/{name}"].value, expected) for name, expected in token_losses.items()
         }
-        return errors | self._gradient_errors(chunks)
+        if self.case.aux_loss_coeff:
+            balance, found = self._balance_loss().item(), take_balance_loss(chunks, batch.num_tokens)
+            errors["balance_loss"] = abs(found / self.case.aux_loss_coeff - balance) / balance
+        norm = Optimizer(chunks, OptimConfig(use_distributed_optimizer=False), self.model.dtype).step()["grad_norm"]
+        expected = torch.cat([p.grad.flatten() for p in self.reference.parameters()]).double().norm().item()
+        return errors | {"grad_norm": abs(norm - expected) / expected}
 
     def _loss_error(self, found: float, token_losses: Tensor) -> float:
         """Relative to the sum of the sizes of the token losses: they have both signs and may cancel."""
@@ -225,7 +251,8 @@ class Comparison:
         errors = []
         for local in local_parameters(chunks, self.model.architecture, self.critic):
             difference = (local.tensor.main_grad - local.tensor.data).abs().max().item()
-            errors.append((difference / of_model, difference / expected.largest(self._sources(local))))
+            of_tensor = expected.largest(self._sources(local)) or of_model  # 0: an expert that no token went to
+            errors.append((difference / of_model, difference / of_tensor))
         by_model, by_tensor = zip(*errors, strict=True)
         return {"gradient": largest(by_model), "gradient_by_tensor": largest(by_tensor)}
 

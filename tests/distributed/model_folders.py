@@ -9,6 +9,7 @@ from transformers import (
     LlamaConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from mppo.weights.presets import _character_tokenizer
@@ -35,6 +36,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 32}
+
 CONFIGS = {
     "llama": LlamaConfig(**COMMON),
     "llama-tied": LlamaConfig(**COMMON | {"tie_word_embeddings": True}),
@@ -43,10 +46,14 @@ CONFIGS = {
     "qwen2": Qwen2Config(**COMMON),
     "qwen2-tied": Qwen2Config(**COMMON | {"tie_word_embeddings": True}),
     "qwen3": Qwen3Config(**COMMON, head_dim=32),
+    "qwen3-moe": Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True),
+    "qwen3-moe-raw": Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=False),
     "reward": LlamaConfig(**COMMON, num_labels=1),
     "reward-tied": Qwen3Config(**COMMON | {"tie_word_embeddings": True}, head_dim=32, num_labels=1),
+    "reward-qwen3-moe": Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True, num_labels=1),
 }
 REWARD_MODELS = [name for name in CONFIGS if name.startswith("reward")]
+EXPERT_MODELS = [name for name in CONFIGS if "moe" in name]
 
 
 def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -55,8 +62,9 @@ def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
     build = AutoModelForSequenceClassification if name in REWARD_MODELS else AutoModelForCausalLM
     model = build.from_config(CONFIGS[name])
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
+        for name, parameter in model.named_parameters():
+            decisive = 0.2 if name.endswith(".mlp.gate.weight") else 0.02  # a near tie could go either way
+            parameter.add_(decisive * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(folder)
     _character_tokenizer().save_pretrained(folder)
     return folder

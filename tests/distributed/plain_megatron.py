@@ -54,7 +54,7 @@ weights = token_weights("token-mean", batch.mask, batch.segments, counts, norm=1
 rewarded = torch.tensor([1.0, -1.0, 1.0, -1.0])[batch.segments.ids]
 batch = batch.with_fields(advantages=rewarded, weights=weights)
 head = PolicyHead(VOCABULARY, 1.0, parallel_state.get_tensor_model_parallel_group())
-objective = PolicyObjective(head, ActorTerms(policy_loss("vanilla")), counts.tokens)
+objective = PolicyObjective(head, ActorTerms(policy_loss("vanilla")), batch.num_tokens)
 
 
 def schedule(closure, **options):

@@ -87,6 +87,50 @@ def test_several_mini_batches_and_epochs_give_the_same_metrics_in_every_layout(
         assert run.column(name) == pytest.approx(one_process.column(name), rel=1e-4, abs=1e-6), name
 
 
+EXPERTS = (
+    *MINI_BATCHES,
+    "trainer.total_training_steps=2",
+    "data.train_batch_size=4",
+    "actor.ppo_mini_batch_size=2",
+    "actor.ppo_epochs=1",
+    "data.val.generator=null",
+    "data.val.options={}",
+    "model.preset=char-moe",
+    "model.preset_options={}",
+    "model.moe_aux_loss_coeff=0.01",
+    "actor.ppo_micro_batch_size_per_gpu=1",  # so that the load-balancing loss is of the same tokens in every layout
+)
+EP2 = "parallel.expert_model_parallel_size=2"
+
+
+@pytest.fixture(scope="module")
+def experts_on_one_process(tmp_path_factory):
+    return train("class", 1, tmp_path_factory.mktemp("experts"), *layout(1, 1), *EXPERTS)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        layout(1, 1, EP2, "actor.optim.use_distributed_optimizer=true"),
+        layout(2, 1, EP2, "parallel.sequence_parallel=true"),
+    ],
+    ids=["ep2-dp2-distributed-optimizer", "tp2-ep2-sp"],
+)
+def test_a_mixture_of_experts_trains_alike_wherever_its_experts_are(experts_on_one_process, tmp_path, overrides):
+    run = train("class", 2, tmp_path, *EXPERTS, *overrides)
+    for name in ("actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/balance_loss", "reward/mean"):
+        assert run.column(name) == pytest.approx(experts_on_one_process.column(name), rel=1e-4, abs=1e-6), name
+    assert max(run.column("rollout/log_prob_distance")) < 1e-5
+
+
+def test_a_mixture_of_experts_resumes_in_another_layout(experts_on_one_process, tmp_path):
+    overrides = (*EXPERTS, "trainer.save_freq=1", "actor.optim.use_distributed_optimizer=true")
+    train("class", 2, tmp_path, *layout(1, 1, EP2), *overrides, "trainer.total_training_steps=1")
+    resumed = train("class", 2, tmp_path, *layout(2, 1, EP2, "parallel.sequence_parallel=true"), *overrides)
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert resumed.column(name) == pytest.approx(experts_on_one_process.column(name), rel=1e-4), name
+
+
 def test_a_resumed_run_goes_on_exactly_as_one_that_was_not_stopped(tmp_path):
     overrides = (*SHORT, *layout(1, 2), "trainer.save_freq=2", "trainer.total_training_steps=4")
     whole = train("class", 2, tmp_path / "whole", *overrides)

@@ -8,11 +8,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.distributed.launch import torchrun_results
-from tests.distributed.model_folders import CONFIGS, REWARD_MODELS, write_all, write_model
+from tests.distributed.model_folders import CONFIGS, EXPERT_MODELS, REWARD_MODELS, write_all, write_model
 
 pytestmark = pytest.mark.distributed
 
 LAYOUTS = ("tp2-pp2-sp", "tp2-pp2-vpp2-sp")
+EXPERT_LAYOUTS = ("tp2-pp2-ep2-sp", "pp2-vpp2-ep2-dp2", "cp2-ep4-dp2")
+ROUND_TRIPS = [
+    *((layout, name) for layout in LAYOUTS for name in [*CONFIGS, "llama-bfloat16"]),
+    *((layout, name) for layout in EXPERT_LAYOUTS for name in EXPERT_MODELS),
+]
 PROCESSES = 4
 LAYER, HEAD = "model.layers.3.", "score.weight"
 BROKEN = {
@@ -62,8 +67,7 @@ def found(models, saved, tmp_path_factory):
     return torchrun_results("weights_worker.py", PROCESSES, results, models, saved)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [*CONFIGS, "llama-bfloat16"])
+@pytest.mark.parametrize(("layout", "name"), ROUND_TRIPS)
 def test_export_gives_back_every_tensor_bit_for_bit(found, layout, name):
     assert found[f"{layout}/{name}"] == [[]] * PROCESSES
 
@@ -74,8 +78,7 @@ def test_a_critic_starts_from_the_backbone_and_a_zero_head(found, layout, name):
     assert found[f"{layout}/{name}/critic"] == [[]] * PROCESSES
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [*CONFIGS, "llama-bfloat16"])
+@pytest.mark.parametrize(("layout", "name"), ROUND_TRIPS)
 def test_a_saved_folder_is_the_same_model_to_transformers(found, models, saved, layout, name):
     auto = AutoModelForSequenceClassification if name in REWARD_MODELS else AutoModelForCausalLM
     original = auto.from_pretrained(models / name)

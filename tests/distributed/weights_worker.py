@@ -19,17 +19,19 @@ from mppo.megatron.model import build_chunks
 from mppo.megatron.topology import Topology
 from mppo.weights.pretrained import PretrainedModel, open_model
 from mppo.weights.transfer import Exporter, load, save_hf
-from tests.distributed.hook_cases import LAYOUTS
-from tests.distributed.model_folders import REWARD_MODELS
+from tests.distributed.hook_cases import EXPERT_LAYOUTS, LAYOUTS
+from tests.distributed.model_folders import EXPERT_MODELS, REWARD_MODELS
 
 ROUND_TRIPS = ("tp2-pp2-sp", "tp2-pp2-vpp2-sp")
+EXPERT_ROUND_TRIPS = ("tp2-pp2-ep2-sp", "pp2-vpp2-ep2-dp2", "cp2-ep4-dp2")
+"""Only for mixtures of experts."""
 
 
 class Place:
     """One layout, and what can be done with a model folder there."""
 
     def __init__(self, layout: str):
-        self.parallel: ParallelConfig = LAYOUTS[layout][1]
+        self.parallel: ParallelConfig = (LAYOUTS | EXPERT_LAYOUTS)[layout][1]
         self.topology: Topology = layouts.initialize(self.parallel, seed=1)
 
     def load(self, model: PretrainedModel, value_head: bool, zero_value_head: bool = False) -> list[torch.nn.Module]:
@@ -100,6 +102,12 @@ def main(results: Path, models: Path, saved: Path) -> None:
                 found[f"{layout}/{folder.name}"] = gather_from_all(differing)
         for name in ("llama", "llama-tied", "reward"):
             found[f"{layout}/{name}/critic"] = gather_from_all(place.fresh_critic(models / name))
+        layouts.parallel_state.destroy_model_parallel()
+    for layout in EXPERT_ROUND_TRIPS:
+        place = Place(layout)
+        for name in EXPERT_MODELS:
+            differing = place.round_trip(models / name, saved / layout / name)
+            found[f"{layout}/{name}"] = gather_from_all(differing)
         layouts.parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
         results.write_text(json.dumps(found, indent=1))

@@ -139,10 +139,10 @@ class Bench:
 
     def _objective(self, loss, mini_batch: MiniBatch):
         if self.critic:
-            return ValueObjective(0.2, mini_batch.actions)
+            return ValueObjective(0.2, mini_batch.tokens)
         terms = ActorTerms(loss, entropy_coeff=0.1, kl_loss_coef=0.05, weighted=("policy", "kl"))
         combine = sum_with_gradient(self.topology.cp_group) if self.topology.cp > 1 else None
-        return PolicyObjective(self.head, terms, mini_batch.actions, combine=combine)
+        return PolicyObjective(self.head, terms, mini_batch.tokens, combine=combine)
 
     def gather(self, what: str) -> dict[str, Tensor]:
         """Gradients or parameters under their Hugging Face names, on one process."""

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from mppo.config import ModelSource
-from mppo.errors import ModelError
+from mppo.errors import ConfigError, ModelError
+from mppo.weights.fused import on_disk
 from mppo.weights.pretrained import open_model
 from mppo.weights.sources import RandomInitialisation, SafetensorsFolder
 from mppo.weights.transfer import load
@@ -46,6 +47,47 @@ def test_the_numbers_of_a_folder(tmp_path):
     assert (config.num_attention_heads, config.num_query_groups, config.head_dim) == (4, 2, 32)
     assert (config.qk_norm, config.qkv_bias, config.tie_word_embeddings) == (True, False, False)
     assert model.tokenizer.decode(model.tokenizer("1+2=")["input_ids"]) == "1+2="
+
+
+def test_the_numbers_of_a_mixture_of_experts(tmp_path):
+    write_model("qwen3-moe", tmp_path)
+    model = open_model(ModelSource(path=str(tmp_path), dtype="float32", moe_aux_loss_coeff=0.5), seed=1)
+    config = model.config
+    assert model.architecture.hf_name == "Qwen3Moe"
+    assert (config.num_experts, config.moe_topk, config.moe_ffn_hidden_size) == (4, 2, 24)
+    assert (config.norm_topk_prob, config.moe_aux_loss_coeff) == (True, 0.5)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"num_experts_per_tok": 1}],
+    ids=lambda feature: next(iter(feature)),
+)
+def test_a_mixture_of_experts_that_is_not_built(tmp_path, feature):
+    change_config(write_model("qwen3-moe", tmp_path), **feature)
+    with pytest.raises(ModelError, match=next(iter(feature))):
+        opened(tmp_path)
+
+
+def test_a_missing_expert(tmp_path):
+    name = "model.layers.3.mlp.experts.2.up_proj.weight"
+    change_tensors(write_model("qwen3-moe", tmp_path), lambda tensors: tensors.pop(name))
+    model = opened(tmp_path)
+    with pytest.raises(ModelError, match=f"{name} is missing"):
+        load([], model.architecture, model.config, model.source, topology=None)
+
+
+def test_a_dense_model_has_no_load_to_balance(folder):
+    with pytest.raises(ConfigError, match="model.moe_aux_loss_coeff=0.1 would have no effect"):
+        open_model(ModelSource(path=str(folder), moe_aux_loss_coeff=0.1), seed=1)
+
+
+def test_experts_have_the_names_and_values_that_transformers_writes(tmp_path):
+    written = load_file(write_model("qwen3-moe", tmp_path) / "model.safetensors")
+    found = on_disk(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    assert found.keys() == written.keys()
+    for name, tensor in written.items():
+        assert torch.equal(found[name], tensor), name
 
 
 def test_no_folder(tmp_path):

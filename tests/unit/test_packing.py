@@ -82,6 +82,15 @@ def test_padding_fills_up_to_the_multiple_and_changes_nothing_else(data, multipl
     assert padded.pad_to_multiple(multiple) is padded
 
 
+@given(st.data(), st.integers(1, 9), st.integers(1, 3))
+def test_tokens_of_trajectories_are_counted_once_whatever_the_padding(data, multiple, size):
+    batch = data.draw(packed_batches())
+    whole = batch.select(range(len(batch.lengths)))
+    slices = [whole.context_slice(rank, size).pad_to_multiple(multiple) for rank in range(size)]
+    assert sum(piece.num_tokens for piece in slices) == len(batch)
+    assert [piece.actions()[1].pad_to_multiple(4).num_tokens for piece in slices] == [p.num_tokens for p in slices]
+
+
 def test_a_micro_batch_of_nothing_pads_to_one_whole_multiple():
     padded = pack([trajectory([0, 1])]).select([]).pad_to_multiple(8)
     assert len(padded) == 8
