@@ -58,8 +58,8 @@ class ForwardStep:
         whole, device = next(data_iterator), platform.device()
         config = get_model_config(model)
         rows, actions = whole.actions()
-        scatters = config.sequence_parallel and not self.closure.wants_hidden
-        actions = actions.pad_to_multiple(config.tensor_model_parallel_size if scatters else 1)
+        if not self.closure.wants_hidden:  # where hidden states are handed on, context-parallel ranks must agree on S
+            actions = actions.pad_to_multiple(config.tensor_model_parallel_size if config.sequence_parallel else 1)
         rows = torch.cat([rows, rows.new_zeros(len(actions) - len(rows))])
         with _head_sees(rows.to(device), model, self.closure.wants_hidden):
             output = model(

@@ -13,9 +13,10 @@ SHORT = {
     "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
     "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
 }
 LAYOUTS = {
-    2: ("tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "dp2"),
+    2: ("tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "dp2", "ep2-dp2", "tp2-sp-ep2", "cp2-ep2"),
     4: (
         "pp4",
         "cp4",
@@ -26,10 +27,12 @@ LAYOUTS = {
         "pp2-vpp2-dp2",
         "cp2-dp2",
         "dp4",
+        "pp2-ep2-dp2",
     ),
     8: ("tp2-sp-pp2-cp2", "tp2-sp-pp2-vpp2-dp2", "pp2-cp2-dp2", "tp2-cp2-dp2", "pp4-dp2"),
 }
-"""By number of processes. What the name leaves of them is data parallel."""
+"""By number of processes. What the name leaves of them is data parallel; experts are spread over the ranks that the
+others make. Layouts with expert parallelism are measured on a mixture of experts, the others on a dense model."""
 
 
 def parallel_config(layout: str) -> ParallelConfig:
@@ -58,6 +61,9 @@ CUTS = {
 """One micro-batch for each rank; one for each trajectory; uneven by tokens; and with `idle`, micro-batches, or a
 whole data-parallel rank, with nothing to train."""
 
+FOLDERS = {"actor": "llama", "critic": "reward", "actor-moe": "qwen3-moe", "critic-moe": "reward-qwen3-moe"}
+"""Model folders of tests/distributed/model_folders.py."""
+
 CRITIC = "value"
 """The name of the critic's loss."""
 KNOBS = {
@@ -82,9 +88,15 @@ class Case:
         return "/".join(asdict(self).values())
 
     @property
+    def model(self) -> str:
+        """Actor or critic, dense or a mixture of experts."""
+        critic, experts = self.loss == CRITIC, "ep" in self.layout
+        return f"{'critic' if critic else 'actor'}{'-moe' if experts else ''}"
+
+    @property
     def truth(self) -> str:
-        """What it is compared with: the cut does not enter."""
-        return f"{self.loss}/{self.mode}"
+        """What it is compared with: the cut does not enter, nor does the layout."""
+        return f"{self.model}/{self.loss}/{self.mode}"
 
 
 def all_cases(layouts, losses, modes, cuts) -> list[Case]:

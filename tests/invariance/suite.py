@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.distributed.launch import torchrun
 from tests.distributed.model_folders import write_model
-from tests.invariance.matrix import Case, processes_of
+from tests.invariance.matrix import FOLDERS, Case, processes_of
 
 WORKER = Path(__file__).parent / "worker.py"
 STEP_CASES = ("vanilla/token-mean", "gspo/seq-mean-token-mean", "value/token-mean")
@@ -33,7 +33,7 @@ def run_cases(
     """Make the truth on one process, then measure layout by layout."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        for name in ("llama", "reward"):
+        for name in FOLDERS.values():
             write_model(name, work / name)
         say(f"the truth of {len({case.truth for case in cases})} losses and modes, on one process")
         _launch(work, "dp1", cases, "float32")
