@@ -84,7 +84,8 @@ MODES = {
         "actor.loss_agg_mode=seq-mean-token-mean",
     ),
     "decoupled, weights and rejection, epochs, clip_cov": (
-        "rollout.dtype=bfloat16",
+        "rollout.dtype=bfloat16",  # rounds the weights after a step, so that the next rollout would differ by layout
+        "trainer.total_training_steps=1",
         "algorithm.rollout_correction.preset=decoupled_seq_is_rs",
         "algorithm.rollout_correction.rollout_rs_threshold='0.998_1.002'",
         "algorithm.rollout_correction.apply_to=[policy, entropy]",
