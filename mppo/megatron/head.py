@@ -1,15 +1,22 @@
 """From the last hidden states to log-prob, entropy, sum of squared probabilities and exact KL, vocabulary-parallel.
 
-The output projection is part of it: logits exist for one chunk of tokens at a time, forward and backward, never as
-`[T, V/tp]`. Values and gradients equal the dense ones.
+The output projection is part of it: logits exist for one tile of tokens and words at a time, forward and backward,
+never as `[T, V/tp]`. Values and gradients equal the dense ones.
+
+A tile stays in the cache while it is worked on, so that the matrix products are what takes time: one to make the logits
+forward, one to make them again backward, and the two of the gradients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+TERMS = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
+CPU_BLOCK, GPU_BLOCK = 1024, 8192
+"""Words of a tile: a CPU's cache holds few, a GPU is idle with few."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +31,14 @@ class LastHidden:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """`[A]` each, float32 (float64 for float64 input), the same on every tensor-parallel rank."""
+    """`[A]` each, float32 (float64 for float64 input), the same on every tensor-parallel rank; None: not asked for."""
 
     log_probs: Tensor
-    entropy: Tensor
-    sum_pi_squared: Tensor
+    entropy: Tensor | None
+    sum_pi_squared: Tensor | None
     """No gradient."""
-    full_kl: Tensor
-    """KL(pi || reference) over the vocabulary; zeros without a reference."""
+    full_kl: Tensor | None
+    """KL(pi || reference) over the vocabulary; None without a reference."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +50,35 @@ class PolicyHead:
     temperature: float
     tp_group: dist.ProcessGroup
     chunk: int = 1024
-    """Tokens whose logits exist at one time."""
+    """Tokens of a tile."""
+    block: int | None = None
+    """Words of a tile; None: what suits the device."""
 
-    def __call__(self, output: LastHidden, labels: Tensor, reference: LastHidden | None = None) -> HeadOutput:
+    def __call__(
+        self,
+        output: LastHidden,
+        labels: Tensor,
+        reference: LastHidden | None = None,
+        names: Collection[str] = TERMS,
+    ) -> HeadOutput:
         """`labels [A]` are ids in the whole vocabulary; `reference` is of the same A states, and gets no gradient.
 
-        All ranks of the tensor-parallel group call alike.
+        Only terms in `names`, and log-probs, are worked out. All ranks of the tensor-parallel group call alike.
         """
-        reference_hidden, reference_weight = (None, None) if reference is None else (
-            reference.hidden.detach(), reference.weight.detach()
-        )  # fmt: skip
-        return HeadOutput(*_Head.apply(output.hidden, output.weight, labels, reference_hidden, reference_weight, self))
+        if reference is None or "full_kl" not in names:
+            reference_hidden, reference_weight = None, None
+        else:
+            reference_hidden, reference_weight = reference.hidden.detach(), reference.weight.detach()
+        found = _Head.apply(output.hidden, output.weight, labels, reference_hidden, reference_weight, self, names)
+        return HeadOutput(*found)
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """This rank's columns of the vocabulary, for one chunk of tokens."""
+    """This rank's columns of the vocabulary, for A tokens."""
 
     head: PolicyHead
+    labels: Tensor
     columns: int
     """Rows of the weight, padding included."""
 
@@ -72,31 +90,105 @@ class _Shard:
     def valid(self) -> int:
         return min(max(self.head.vocab_size - self.start, 0), self.columns)
 
-    def chunks(self, count: int) -> Iterator[slice]:
-        for start in range(0, count, self.head.chunk):
-            yield slice(start, min(start + self.head.chunk, count))
+    def chunks(self) -> list[slice]:
+        """Of the tokens."""
+        return _slices(len(self.labels), self.head.chunk)
+
+    def blocks(self) -> list[slice]:
+        """Of this rank's rows of the weight."""
+        return _slices(self.valid, self.head.block or (GPU_BLOCK if self.labels.is_cuda else CPU_BLOCK))
+
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
+        return ((c, v) for v in self.blocks() for c in self.chunks())
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """`[c, H] -> [c, valid]` in float32 at least, over the temperature."""
-        z = hidden @ weight[: self.valid].t()
-        return z.to(torch.promote_types(z.dtype, torch.float32)).div_(self.head.temperature)
+        """`[c, H], [v, H] -> [c, v]` in float32 at least, over the temperature."""
+        z = torch.addmm(hidden.new_zeros(()), hidden, weight.t(), beta=0, alpha=1 / self.head.temperature)
+        return _in_float32(z)
 
-    def own(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each label here, and whether it is here at all."""
-        local = labels - self.start
-        return local.clamp(0, max(self.valid - 1, 0)), (local >= 0) & (local < self.valid)
+    def own(self, c: slice, v: slice) -> tuple[Tensor, Tensor]:
+        """Column of each label in a tile, and whether it is there at all."""
+        column = self.labels[c] - (self.start + v.start)
+        width = v.stop - v.start
+        return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
     def reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
         dist.all_reduce(x, op, self.head.tp_group)
         return x
 
-    def maxima(self, *logits: Tensor) -> Tensor:
-        """`[n, c]`: the largest logit of each token over the whole vocabulary, of each of n policies."""
-        if self.valid:
-            local = torch.stack([z.amax(-1) for z in logits])
-        else:
-            local = logits[0].new_full((len(logits), len(logits[0])), -torch.inf)
-        return self.reduce(local, dist.ReduceOp.MAX)
+
+def _slices(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+@dataclass(frozen=True)
+class _Statistics:
+    """`[A]` each, over the whole vocabulary."""
+
+    log_probs: Tensor
+    normaliser: Tensor
+    """log sum exp of the logits."""
+    entropy: Tensor | None
+    sum_pi_squared: Tensor | None
+
+
+def _statistics(shard: _Shard, hidden: Tensor, weight: Tensor, names: Collection[str]) -> _Statistics:
+    """Each block of words has its own maximum; blocks and ranks are then put together in the same way.
+
+    With e = exp(z - maximum), what is added up is e, and where they are asked for e (z - maximum) and e^2.
+    """
+    blocks, dtype = shard.blocks(), torch.promote_types(hidden.dtype, torch.float32)
+    with_entropy, with_squares = "entropy" in names, "sum_pi_squared" in names
+    chosen = hidden.new_zeros(len(hidden), dtype=dtype)
+    maxima = hidden.new_full((max(len(blocks), 1), len(hidden)), torch.finfo(dtype).min, dtype=dtype)
+    total, weighted, squares = maxima.new_zeros(3, *maxima.shape)
+    for b, v in enumerate(blocks):
+        for c in shard.chunks():
+            z = shard.logits(hidden[c], weight[v])
+            column, here = shard.own(c, v)
+            chosen[c] += torch.where(here, z.gather(1, column[:, None]).squeeze(1), 0.0)
+            torch.amax(z, -1, out=maxima[b, c])
+            z.sub_(maxima[b, c, None])
+            e = z.exp() if with_entropy else z.exp_()
+            torch.sum(e, -1, out=total[b, c])
+            if with_entropy:
+                torch.sum(z.mul_(e), -1, out=weighted[b, c])
+            if with_squares:
+                torch.sum(e.square_(), -1, out=squares[b, c])
+    maximum = shard.reduce(maxima.amax(0), dist.ReduceOp.MAX)
+    shift = maxima.sub_(maximum)
+    scale = shift.exp()
+    weighted = scale * (weighted + shift * total)
+    sums = torch.stack([chosen, *(x.sum(0) for x in (scale * total, weighted, scale.square() * squares))])
+    chosen, total, weighted, squares = shard.reduce(sums)
+    log_total = total.log()
+    return _Statistics(
+        log_probs=chosen - maximum - log_total,
+        normaliser=maximum + log_total,
+        entropy=log_total - weighted / total if with_entropy else None,
+        sum_pi_squared=squares / total.square() if with_squares else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What gives the log-probs of a tile."""
+
+    hidden: Tensor
+    weight: Tensor
+    normaliser: Tensor
+    """`[A]`"""
+
+    def log_probs(self, shard: _Shard, c: slice, v: slice) -> Tensor:
+        return shard.logits(self.hidden[c], self.weight[v]).sub_(self.normaliser[c, None])
+
+
+def _full_kl(shard: _Shard, policy: _Policy, reference: _Policy) -> Tensor:
+    """`[A]`. Its terms need the normalisers, so that the logits of both are made again."""
+    kl = torch.zeros_like(policy.normaliser)
+    for c, v in shard.tiles():
+        kl[c] += _kl_terms(policy.log_probs(shard, c, v), reference.log_probs(shard, c, v)).sum(-1)
+    return shard.reduce(kl)
 
 
 def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -111,67 +203,97 @@ def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(near, small, p * (difference - 1) + log_q.exp())
 
 
-class _Head(torch.autograd.Function):
-    """Saves the hidden states and numbers per token; logits are made again for each chunk of the backward pass.
+@dataclass(frozen=True)
+class _Slopes:
+    """Of the loss in the logits, `1[label] chosen + p (constant + surprise log p + kl (log p - log q))`; `[A]` each.
 
-    Two all-reduces a chunk forward (maximum; sums), a third for the KL; none backward: the caller's region op adds
-    the gradient of the hidden states up over the group.
+    From `d log p_y = 1[y] - p`, `d H = -p (log p + H)`, `d KL = p (log p - log q - KL)`. None: there is no such part.
+    """
+
+    chosen: Tensor | None
+    constant: Tensor
+    surprise: Tensor | None
+    kl: Tensor | None
+
+    def tile(self, shard: _Shard, policy: _Policy, reference: _Policy | None, c: slice, v: slice) -> Tensor:
+        """`[c, v]`"""
+        x, constant = policy.log_probs(shard, c, v), self.constant[c, None]
+        if self.surprise is None and self.kl is None:
+            slope = x.exp_().mul_(constant)
+        else:
+            p = x.exp()
+            slope = p.mul_(self._bracket(x, shard, reference, c, v).add_(constant))
+        if self.chosen is not None:
+            column, here = shard.own(c, v)
+            slope.scatter_add_(1, column[:, None], torch.where(here, self.chosen[c], 0.0)[:, None])
+        return slope
+
+    def _bracket(self, log_p: Tensor, shard: _Shard, reference: _Policy | None, c: slice, v: slice) -> Tensor:
+        """Without the constant; overwrites `log_p`."""
+        if self.kl is None:
+            return log_p.mul_(self.surprise[c, None])
+        of_kl = reference.log_probs(shard, c, v).neg_().add_(log_p).mul_(self.kl[c, None])
+        return of_kl if self.surprise is None else of_kl.add_(log_p.mul_(self.surprise[c, None]))
+
+
+class _Head(torch.autograd.Function):
+    """Saves the hidden states and numbers per token; logits are made again for each tile of the backward pass.
+
+    Two all-reduces forward (maxima; sums), a policy, and one for the KL; none backward: the caller's region op adds the
+    gradient of the hidden states up over the group.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, reference_hidden, reference_weight, head):
-        shard, count = _Shard(head, len(weight)), len(hidden)
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs, entropy, squares, kl, normaliser, of_reference = hidden.new_zeros((6, count), dtype=dtype)
-        for c in shard.chunks(count):
-            z = shard.logits(hidden[c], weight)
-            zs = [z] if reference_hidden is None else [z, shard.logits(reference_hidden[c], reference_weight)]
-            maxima = shard.maxima(*zs)
-            for logits, maximum in zip(zs, maxima, strict=True):
-                logits.sub_(maximum[:, None])
-            column, here = shard.own(labels[c])
-            chosen = z.gather(1, column[:, None]).squeeze(1) * here if shard.valid else torch.zeros_like(maxima[0])
-            e = z.exp()
-            sums = [e.sum(-1), (e * z).sum(-1), chosen, e.square().sum(-1), *(q.exp().sum(-1) for q in zs[1:])]
-            total, weighted, chosen, square, *reference_total = shard.reduce(torch.stack(sums))
-            log_total = total.log()
-            log_probs[c] = chosen - log_total
-            entropy[c] = log_total - weighted / total
-            squares[c] = square / total.square()
-            normaliser[c] = maxima[0] + log_total
-            if reference_total:
-                log_reference = reference_total[0].log()
-                terms = _kl_terms(z.sub_(log_total[:, None]), zs[1].sub_(log_reference[:, None]))
-                kl[c] = shard.reduce(terms.sum(-1))
-                of_reference[c] = maxima[1] + log_reference
+    def forward(ctx, hidden, weight, labels, reference_hidden, reference_weight, head, names):
+        shard = _Shard(head, labels, len(weight))
+        of_policy = _statistics(shard, hidden, weight, names)
+        full_kl = of_reference = None
+        if reference_hidden is not None:
+            of_reference = _statistics(shard, reference_hidden, reference_weight, ()).normaliser
+            reference = _Policy(reference_hidden, reference_weight, of_reference)
+            full_kl = _full_kl(shard, _Policy(hidden, weight, of_policy.normaliser), reference)
         ctx.save_for_backward(
-            hidden, weight, labels, reference_hidden, reference_weight, entropy, kl, normaliser, of_reference
+            *(hidden, weight, of_policy.normaliser, reference_hidden, reference_weight, of_reference),
+            *(labels, of_policy.entropy, full_kl),
         )
         ctx.head = head
-        ctx.mark_non_differentiable(squares)
-        return log_probs, entropy, squares, kl
+        ctx.set_materialize_grads(False)
+        if of_policy.sum_pi_squared is not None:
+            ctx.mark_non_differentiable(of_policy.sum_pi_squared)
+        return of_policy.log_probs, of_policy.entropy, of_policy.sum_pi_squared, full_kl
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy, _, grad_kl):
-        """`d log p_y = 1[y] - p`, `d H = -p (log p + H)`, `d KL = p (log p - log q - KL)`, over the temperature."""
-        hidden, weight, labels, reference_hidden, reference_weight, entropy, kl, normaliser, of_reference = (
-            ctx.saved_tensors
-        )
-        shard = _Shard(ctx.head, len(weight))
-        grad_hidden, grad_weight = torch.zeros_like(hidden), None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for c in shard.chunks(len(hidden) if shard.valid else 0):
-            log_p = shard.logits(hidden[c], weight).sub_(normaliser[c, None])
-            slope = (log_p + entropy[c, None]).mul_(-grad_entropy[c, None]).sub_(grad_log_probs[c, None])
-            if reference_hidden is not None:
-                log_q = shard.logits(reference_hidden[c], reference_weight).sub_(of_reference[c, None])
-                slope += (log_p - log_q - kl[c, None]).mul_(grad_kl[c, None])
-            grad = slope.mul_(log_p.exp_())
-            column, here = shard.own(labels[c])
-            grad.scatter_add_(1, column[:, None], (grad_log_probs[c] * here)[:, None])
-            grad = grad.div_(ctx.head.temperature).to(hidden.dtype)
-            grad_hidden[c] = grad @ weight[: shard.valid]
-            if grad_weight is not None:
-                grad_weight[: shard.valid] += grad.t() @ hidden[c]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+    def backward(ctx, *grads):
+        hidden, weight, normaliser, *of_reference, labels, entropy, full_kl = ctx.saved_tensors
+        shard, policy = _Shard(ctx.head, labels, len(weight)), _Policy(hidden, weight, normaliser)
+        reference = None if of_reference[0] is None else _Policy(*of_reference)
+        chosen, of_entropy, _, of_kl = (None if g is None else g / ctx.head.temperature for g in grads)
+        pulls = [(chosen, 1.0), (of_entropy, entropy), (of_kl, full_kl)]
+        constant = sum((-g * value for g, value in pulls if g is not None), torch.zeros_like(normaliser))
+        slopes = _Slopes(chosen, constant, None if of_entropy is None else -of_entropy, of_kl)
+
+        grad_hidden = torch.zeros_like(hidden, dtype=normaliser.dtype)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for v in shard.blocks():
+            of_block = None if grad_weight is None else _in_float32(grad_weight[v])
+            for c in shard.chunks():
+                slope = slopes.tile(shard, policy, reference, c, v).to(hidden.dtype)
+                _add_product(grad_hidden[c], slope, weight[v])
+                if of_block is not None:
+                    _add_product(of_block, slope.t(), hidden[c])
+            if of_block is not None and of_block.dtype != weight.dtype:
+                grad_weight[v] = of_block
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+
+
+def _in_float32(x: Tensor) -> Tensor:
+    """`x` itself, or a copy if its dtype is smaller."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b`. The product of a 16-bit tile is rounded to 16 bits before it is added in float32."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)

@@ -94,8 +94,8 @@ class PolicyObjective:
             inputs,
             batch.weights,
             self.terms,
-            torch.where(mask, head.entropy, 0.0),
-            torch.where(mask, head.full_kl, 0.0),
+            None if head.entropy is None else torch.where(mask, self._trained(head.entropy), 0.0),
+            None if head.full_kl is None else torch.where(mask, head.full_kl, 0.0),
         )
         reported[NOT_FINITE] = self.offenders.look(loss, batch)
         statistics = {self.prefix + name: ratio for name, ratio in reported.items()}
@@ -113,10 +113,17 @@ class PolicyObjective:
         }
 
     def _head(self, output: LastHidden, batch: PackedBatch) -> HeadOutput:
-        reference = None
+        reference, names = None, ["log_probs"]
+        if self.terms.uses_entropy:
+            names.append("entropy")
         if self.terms.uses_full_kl:
             reference = LastHidden(batch.ref_hidden, self.reference_weight)
-        return self.head(output, batch.labels, reference)
+            names.append("full_kl")
+        return self.head(output, batch.labels, reference, names)
+
+    def _trained(self, entropy: Tensor) -> Tensor:
+        """Without gradient where it is only reported: the head then does no work for it backward."""
+        return entropy if self.terms.entropy_coeff else entropy.detach()
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,7 @@ class LogProbPass:
     wants_hidden: ClassVar[bool] = True
 
     def __call__(self, output: LastHidden, batch: PackedBatch) -> dict[str, Tensor]:
-        found = vars(self.head(output, batch.labels))
+        found = vars(self.head(output, batch.labels, names=self.names))
         if "hidden" in self.names:  # to the host at once: the schedule holds what every micro-batch returns
             found = found | {"hidden": output.hidden.cpu()}
         return {name: found[name] for name in self.names} | {"origin": batch.origin}
@@ -181,7 +188,7 @@ class ReferencePass:
         result = LogProbPass(self.head, tuple(n for n in self.names if n != "full_kl"))(output, batch)
         if "full_kl" in self.names:
             anchor = LastHidden(batch.old_hidden, self.anchor_weight)
-            result["full_kl"] = self.head(anchor, batch.labels, reference=output).full_kl
+            result["full_kl"] = self.head(anchor, batch.labels, output, ("full_kl",)).full_kl
         return result
 
 
