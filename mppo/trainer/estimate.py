@@ -35,6 +35,7 @@ class Layout:
     tp: int
     pp: int
     cp: int
+    ep: int
     dp: int
     sequence_parallel: bool
     bytes_per_weight: int
@@ -51,6 +52,7 @@ class Layout:
             tp=parallel.tensor_model_parallel_size,
             pp=parallel.pipeline_model_parallel_size,
             cp=parallel.context_parallel_size,
+            ep=parallel.expert_model_parallel_size,
             dp=dp,
             sequence_parallel=parallel.sequence_parallel,
             bytes_per_weight=2 if dtype == "bfloat16" else FP32,
@@ -93,18 +95,22 @@ def load_of(plan: UpdatePlan, settings: UpdateSettings, prompt: int, response: i
     return Load(tokens, tokens * response // length, micro_batches)
 
 
-def layer_weights(model: ModelConfig, tp: int) -> int:
-    """Parameters of one layer on one tensor-parallel rank."""
+def layer_weights(model: ModelConfig, tp: int, ep: int = 1) -> int:
+    """Parameters of one layer on one rank; experts are cut as TP says where EP does not deal them out whole."""
     h, d = model.hidden_size, model.head_dim
     qkv = (model.num_attention_heads + 2 * model.num_query_groups) * d // tp
     attention = qkv * (h + model.qkv_bias) + model.num_attention_heads * d // tp * h + 2 * d * model.qk_norm
-    return attention + 3 * model.ffn_hidden_size // tp * h + 2 * h
+    feed_forward = 3 * model.ffn_hidden_size // tp * h
+    if model.num_experts is not None:
+        expert = 3 * model.moe_ffn_hidden_size // (tp if ep == 1 else 1) * h
+        feed_forward = model.num_experts // ep * expert + model.num_experts * h
+    return attention + feed_forward + 2 * h
 
 
-def stage_weights(model: ModelConfig, tp: int, pp: int, stage: int, value_head: bool = False) -> int:
+def stage_weights(model: ModelConfig, tp: int, pp: int, stage: int, ep: int = 1, value_head: bool = False) -> int:
     """Parameters of one rank of a pipeline stage."""
     embedding = model.padded_vocab_size(tp) // tp * model.hidden_size
-    total = model.num_layers // pp * layer_weights(model, tp)
+    total = model.num_layers // pp * layer_weights(model, tp, ep)
     if stage == 0:
         total += embedding
     if stage == pp - 1:
@@ -138,7 +144,7 @@ def estimate(model: ModelConfig, layout: Layout, load: Load) -> Estimate:
 
 def _of_stage(model: ModelConfig, layout: Layout, load: Load, stage: int) -> Estimate:
     tp, pp, size, h = layout.tp, layout.pp, layout.bytes_per_weight, model.hidden_size
-    weights = stage_weights(model, tp, pp, stage)
+    weights = stage_weights(model, tp, pp, stage, layout.ep)
     shards = layout.dp * layout.cp
     moments = 2 * FP32 + (FP32 if size < FP32 else 0)  # and fp32 master weights where training is in bf16
     layers = model.num_layers // pp
