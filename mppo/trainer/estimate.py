@@ -129,9 +129,8 @@ def layer_activations(model: ModelConfig, layout: Layout, tokens: int) -> int:
     outside = 2 * 2 * h / cut  # two norms: what goes in and what comes out; out is the input of a projection too
     attention = (2 * model.num_attention_heads + 2 * model.num_query_groups) * d / tp  # q, k, v and the output
     rotated = (model.num_attention_heads + model.num_query_groups) * d / tp
-    feed_forward = (
-        3 * model.ffn_hidden_size / tp + model.ffn_hidden_size / tp
-    )  # gate, up, their product, the gate's silu
+    width = model.ffn_hidden_size if model.num_experts is None else model.moe_topk * model.moe_ffn_hidden_size
+    feed_forward = 4 * width / tp  # gate, up, silu of the gate, their product
     if layout.recompute.granularity == "selective" and "mlp" in layout.recompute.modules:
         feed_forward = 0
     return int(tokens * size * (outside + attention + rotated + feed_forward))
