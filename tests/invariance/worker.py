@@ -86,11 +86,6 @@ class Bench:
         load(chunks, model.architecture, model.config, source, self.topology,
              value_head=self.critic, zero_value_head=False)  # fmt: skip
 
-    def reset(self) -> None:
-        """The weights of the folder again."""
-        self._load(self.role.chunks, self.model.source)
-        self.role.optimizer.megatron.reload_model_params()
-
     def batch(self, idle: bool) -> StepBatch:
         """This rank's part; with `idle`, the trajectories that train are all on the first rank."""
         everything = trajectories(self.dense)
@@ -205,9 +200,10 @@ def make_truth(spec: dict[str, Any], topology: Topology) -> None:
             truth.metrics[name] = bench.run(case, truth.fields)
             truth.gradients[name] = bench.gather("gradients")
             if f"{case.loss}/{case.mode}" in spec["steps"]:
-                bench.role.optimizer.step()
-                truth.stepped[name] = bench.gather("parameters")
-                bench.reset()
+                stepper = Bench(model, spec, topology)  # whose optimizer has no memory of other cases
+                stepper.run(case, truth.fields)
+                stepper.role.optimizer.step()
+                truth.stepped[name] = stepper.gather("parameters")
         found[model] = truth
     torch.save(found, spec["truth"])
 
@@ -215,20 +211,15 @@ def make_truth(spec: dict[str, Any], topology: Topology) -> None:
 def measure(spec: dict[str, Any], topology: Topology) -> dict[str, dict[str, float]]:
     """The errors of every case, the worst over all ranks."""
     truths: dict[str, Truth] = torch.load(spec["truth"], weights_only=False)
-    benches: dict[tuple[str, bool], Bench] = {}
-
-    def bench_of(model: str, distributed_optimizer: bool) -> Bench:
-        key = (model, distributed_optimizer)
-        if key not in benches:
-            benches[key] = Bench(model, spec, topology, distributed_optimizer)
-        return benches[key]
+    models = dict.fromkeys(Case(**case).model for case in spec["cases"])
+    benches = {model: Bench(model, spec, topology) for model in models}
 
     errors = {}
     for case in (Case(**case) for case in spec["cases"]):
         truth = truths[case.model]
-        mine = compare(bench_of(case.model, False), case, truth)
+        mine = compare(benches[case.model], case, truth)
         if f"{case.loss}/{case.mode}" in spec["steps"]:
-            mine["step"] = compare_step(bench_of(case.model, topology.dp > 1), case, truth)
+            mine["step"] = compare_step(Bench(case.model, spec, topology, topology.dp > 1), case, truth)
         everyone = gather_from_all(mine)
         errors[case.name] = {key: max(rank[key] for rank in everyone if key in rank) for key in mine}
     return errors
@@ -247,12 +238,11 @@ def compare(bench: Bench, case: Case, truth: Truth) -> dict[str, float]:
 
 
 def compare_step(bench: Bench, case: Case, truth: Truth) -> float:
-    """Parameters after an optimizer step, relative to the learning rate."""
+    """Parameters after the first step of an optimizer, relative to the largest of them."""
     bench.run(case, truth.fields)
     bench.role.optimizer.step()
-    error = bench.error("parameters", truth.stepped[case.truth], {"update": torch.tensor(LR)})
-    bench.reset()
-    return error
+    stepped = truth.stepped[case.truth]
+    return bench.error("parameters", stepped, stepped)
 
 
 def main(spec: dict[str, Any]) -> None:
