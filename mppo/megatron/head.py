@@ -7,7 +7,7 @@ A tile stays in the cache while it is worked on, so that the matrix products are
 forward, one to make them again backward, and the two of the gradients.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -98,9 +98,6 @@ class _Shard:
         """Of this rank's rows of the weight."""
         return _slices(self.valid, self.head.block or (GPU_BLOCK if self.labels.is_cuda else CPU_BLOCK))
 
-    def tiles(self) -> Iterator[tuple[slice, slice]]:
-        return ((c, v) for v in self.blocks() for c in self.chunks())
-
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """`[c, H], [v, H] -> [c, v]` in float32 at least, over the temperature."""
         z = torch.addmm(hidden.new_zeros(()), hidden, weight.t(), beta=0, alpha=1 / self.head.temperature)
@@ -186,8 +183,9 @@ class _Policy:
 def _full_kl(shard: _Shard, policy: _Policy, reference: _Policy) -> Tensor:
     """`[A]`. Its terms need the normalisers, so that the logits of both are made again."""
     kl = torch.zeros_like(policy.normaliser)
-    for c, v in shard.tiles():
-        kl[c] += _kl_terms(policy.log_probs(shard, c, v), reference.log_probs(shard, c, v)).sum(-1)
+    for v in shard.blocks():
+        for c in shard.chunks():
+            kl[c] += _kl_terms(policy.log_probs(shard, c, v), reference.log_probs(shard, c, v)).sum(-1)
     return shard.reduce(kl)
 
 
@@ -239,8 +237,8 @@ class _Slopes:
 class _Head(torch.autograd.Function):
     """Saves the hidden states and numbers per token; logits are made again for each tile of the backward pass.
 
-    Two all-reduces forward (maxima; sums), a policy, and one for the KL; none backward: the caller's region op adds the
-    gradient of the hidden states up over the group.
+    Forward, two all-reduces for each policy (maxima; sums) and one for the KL; backward, none: the caller's region op
+    adds the gradient of the hidden states up over the group.
     """
 
     @staticmethod

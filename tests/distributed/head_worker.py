@@ -17,9 +17,10 @@ from mppo.algorithm.kl import full
 from mppo.algorithm.policy_losses import policy_loss
 from mppo.algorithm.segments import Segments
 from mppo.megatron.collectives import sum_with_gradient
-from mppo.megatron.head import LastHidden, PolicyHead
+from mppo.megatron.head import TERMS, LastHidden, PolicyHead
 
 HIDDEN = 12
+DIFFERENTIABLE = ("log_probs", "entropy", "full_kl")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class HeadCase:
     dtype: str = "float64"
     nearness: float = 1.0
     """How far the reference is from the policy."""
+    block: int | None = 5
+    terms: tuple[str, ...] = TERMS
+    """What is asked for, and if it has a gradient, brings one."""
 
     @property
     def name(self) -> str:
@@ -44,12 +48,19 @@ HEAD_CASES = [
     HeadCase(temperature=0.7),
     HeadCase(chunk=1000),
     HeadCase(chunk=1),
+    HeadCase(block=None),
+    HeadCase(chunk=1000, block=1),
+    HeadCase(temperature=0.7, terms=("log_probs",)),
+    HeadCase(temperature=0.7, terms=("log_probs", "entropy")),
+    HeadCase(terms=("full_kl",)),
+    HeadCase(terms=("entropy", "sum_pi_squared")),
     HeadCase(tokens=0),
     HeadCase(vocabulary=40, multiple=1),
     HeadCase(vocabulary=5, multiple=64),
     HeadCase(nearness=1e-2),
     HeadCase(dtype="float32"),
     HeadCase(dtype="float32", nearness=1e-3),
+    HeadCase(dtype="bfloat16"),
 ]
 SLICED_LOSSES = ("gspo", "geo_mean", "vanilla")
 
@@ -77,7 +88,7 @@ def head_errors(case: HeadCase) -> dict[str, float]:
     ref_hidden = rounded(hidden + case.nearness * draw(case.tokens, HIDDEN))
     ref_weight = rounded(weight + case.nearness * draw(case.vocabulary, HIDDEN))
     labels = torch.randint(case.vocabulary, (case.tokens,), generator=generator)
-    slopes = draw(3, case.tokens)
+    slopes = draw(3, case.tokens) * torch.tensor([[name in case.terms] for name in DIFFERENTIABLE])
 
     columns = -(-case.vocabulary // (case.multiple * ranks)) * case.multiple
     padding = torch.full((columns * ranks - case.vocabulary, HIDDEN), 1e3, dtype=torch.double)
@@ -87,14 +98,16 @@ def head_errors(case: HeadCase) -> dict[str, float]:
 
     expected = dense_head(hidden, weight, ref_hidden, ref_weight, labels, case.temperature, slopes)
     own_hidden, own_weight = hidden.to(dtype).requires_grad_(), mine(weight).requires_grad_()
-    head = PolicyHead(case.vocabulary, case.temperature, dist.group.WORLD, case.chunk)
-    output = head(LastHidden(own_hidden, own_weight), labels, LastHidden(ref_hidden.to(dtype), mine(ref_weight)))
-    terms = torch.stack([output.log_probs, output.entropy, output.full_kl])
-    (terms * slopes.to(dtype)).sum().backward()
-    dist.all_reduce(own_hidden.grad)
-    found = {**vars(output), "hidden_grad": own_hidden.grad, "weight_grad": own_weight.grad}
+    head = PolicyHead(case.vocabulary, case.temperature, dist.group.WORLD, case.chunk, case.block)
+    reference = LastHidden(ref_hidden.to(dtype), mine(ref_weight))
+    output = vars(head(LastHidden(own_hidden, own_weight), labels, reference, case.terms))
+    assert {name for name, x in output.items() if x is not None} == {"log_probs", *case.terms}
+    sum((output[n] * s).sum() for n, s in zip(DIFFERENTIABLE, slopes, strict=True) if n in case.terms).backward()
+    hidden_grad = own_hidden.grad.float() if dtype == torch.bfloat16 else own_hidden.grad
+    dist.all_reduce(hidden_grad)
+    found = {**output, "hidden_grad": hidden_grad, "weight_grad": own_weight.grad}
     expected["weight_grad"] = torch.cat([expected["weight_grad"], 0 * padding])[rank * columns : (rank + 1) * columns]
-    return {name: relative(found[name].detach(), value) for name, value in expected.items()}
+    return {name: relative(x.detach(), expected[name]) for name, x in found.items() if x is not None}
 
 
 def dense_head(
