@@ -12,7 +12,7 @@ weights, which are those of the global mini-batch, by N. What is counted are all
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
@@ -25,22 +25,10 @@ from megatron.core.tensor_parallel import (
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from mppo.algorithm.statistics import Ratio
 from mppo.batch.packed import PackedBatch
 from mppo.megatron import platform
 from mppo.megatron.head import LastHidden
 from mppo.megatron.layers import packed_seq_params
-
-Triple = tuple[Tensor, Tensor, dict[str, Ratio]]
-
-
-class Objective(Protocol):
-    """Model output of the actions of one micro-batch -> `(loss, num_tokens, statistics)`."""
-
-    wants_hidden: bool
-    """Whether the output is `LastHidden`, or what the output layer makes of it."""
-
-    def __call__(self, output: Any, actions: PackedBatch) -> Triple: ...
 
 
 class ForwardStep:

@@ -202,9 +202,11 @@ def for_rank(piece: PackedBatch, topology: Topology) -> PackedBatch:
 
 def check_budgets(table: TrajectoryTable, limits: list[MicroBatchLimit], topology: Topology) -> None:
     """Raise DataError, on every rank alike and before any pass, for a trajectory that no micro-batch has room for."""
+    limits = [replica_limit(limit, topology) for limit in limits]
     for index, length in enumerate(table.lengths):
+        padded = topology.padded_length(length)
         for limit in limits:
-            check_budget(index, topology.padded_length(length), replica_limit(limit, topology))
+            check_budget(index, padded, limit)
 
 
 def mini_batch_indices(batch: StepBatch, settings: UpdateSettings, seed: int) -> Iterator[list[int]]:

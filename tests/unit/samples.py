@@ -1,14 +1,13 @@
 """Small trajectories and packed vectors, made by hand or drawn by hypothesis."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mppo.algorithm.parts import in_parts
 from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.segments import Segments
 from mppo.batch.packed import PackedBatch, pack
@@ -86,42 +85,6 @@ def masked_sum(loss: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
     return (torch.where(mask, loss, 0.0) * weights).sum()
 
 
-class Exchange:
-    """What ranks, here threads, tell each other: each hands a tensor in and reads those of all."""
-
-    def __init__(self, ranks: int):
-        self.handed_in: list[Tensor | None] = [None] * ranks
-        self.barrier = Barrier(ranks, timeout=30)
-
-    def all(self, rank: int, x: Tensor) -> list[Tensor]:
-        self.handed_in[rank] = x
-        self.barrier.wait()
-        everything = list(self.handed_in)
-        self.barrier.wait()
-        return everything
-
-    def reduction(self, rank: int) -> Reduction:
-        return Reduction(
-            sum=lambda x: torch.stack(self.all(rank, x)).sum(0),
-            max=lambda x: torch.stack(self.all(rank, x)).amax(0),
-            gather=lambda x: torch.cat(self.all(rank, x)),
-        )
-
-
 def over_parts(parts: list[Any], compute: Callable[[Any, Reduction], Any]) -> list[Any]:
     """`compute(part, reduction)` for all parts of a batch at once, where `reduction` is over the parts."""
-    exchange = Exchange(len(parts))
-
-    def run(rank: int) -> Any:
-        try:
-            return compute(parts[rank], exchange.reduction(rank))
-        except Exception:
-            exchange.barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(len(parts)) as pool:
-        futures = [pool.submit(run, rank) for rank in range(len(parts))]
-    errors = [future.exception() for future in futures]
-    for error in sorted(filter(None, errors), key=lambda error: isinstance(error, BrokenBarrierError)):
-        raise error
-    return [future.result() for future in futures]
+    return in_parts(parts, lambda part, exchange: compute(part, exchange.reduction()))
