@@ -19,26 +19,29 @@ from mppo.megatron import platform
 from mppo.megatron.topology import Topology
 
 
+def _reduced(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    """All-reduce a copy of `x`, which stays where it was."""
+    result = x.to(platform.device()).clone()
+    dist.all_reduce(result, op, group)
+    return result.to(x.device)
+
+
 def data_parallel_reduction(topology: Topology) -> Reduction:
     """Of numbers about a data-parallel rank's part of the batch."""
-
-    def reduced(x: Tensor, op: dist.ReduceOp) -> Tensor:
-        result = x.to(platform.device()).clone()
-        dist.all_reduce(result, op, topology.dp_group)
-        return result.to(x.device)
+    group = topology.dp_group
 
     def gathered(x: Tensor) -> Tensor:
         sizes = [torch.zeros(1, dtype=torch.long, device=platform.device()) for _ in range(topology.dp)]
-        dist.all_gather(sizes, torch.full_like(sizes[0], len(x)), topology.dp_group)
+        dist.all_gather(sizes, torch.full_like(sizes[0], len(x)), group)
         lengths = [int(size) for size in sizes]
         padded = torch.zeros(max(lengths), dtype=x.dtype, device=platform.device())
         padded[: len(x)] = x
         pieces = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(pieces, padded, topology.dp_group)
+        dist.all_gather(pieces, padded, group)
         return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)]).to(x.device)
 
     return Reduction(
-        sum=lambda x: reduced(x, dist.ReduceOp.SUM), max=lambda x: reduced(x, dist.ReduceOp.MAX), gather=gathered
+        sum=lambda x: _reduced(x, group), max=lambda x: _reduced(x, group, dist.ReduceOp.MAX), gather=gathered
     )
 
 
@@ -52,11 +55,7 @@ def sum_with_gradient(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
 
 def join_slices(x: Tensor, topology: Topology) -> Tensor:
     """`[T, ...]` of which each context-parallel rank has its own positions, and 0 elsewhere -> all of it."""
-    if topology.cp == 1:
-        return x
-    joined = x.to(platform.device())
-    dist.all_reduce(joined, group=topology.cp_group)
-    return joined.to(x.device)
+    return x if topology.cp == 1 else _reduced(x, topology.cp_group)
 
 
 def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tensor:
@@ -78,9 +77,7 @@ def reduce_statistics(statistics: dict[str, Ratio], topology: Topology) -> dict[
     if topology.is_last_stage:
         names = sorted(statistics)
         table = torch.stack([torch.stack([statistics[n].numerator, statistics[n].denominator]) for n in names])
-        table = table.to(platform.device())
-        dist.all_reduce(table, group=topology.dp_cp_group)
-        table = table.cpu()
+        table = _reduced(table, topology.dp_cp_group).cpu()
         reduced = [
             {n: replace(statistics[n], numerator=r[0], denominator=r[1]) for n, r in zip(names, table, strict=True)}
         ]

@@ -88,8 +88,7 @@ class Preparation:
         if number == 0 and not self.resolved.correction.bypass_mode:
             return batch.packed.old_log_probs
         limit = self.resolved.actor.infer_limit
-        slim = batch.with_fields(ref_hidden=None)
-        return self.actor.forward(slim, limit, LogProbPass(self.head), indices)["log_probs"]
+        return self.actor.forward(batch, limit, LogProbPass(self.head), indices)["log_probs"]
 
     def _correct(self, batch: StepBatch, indices: list[int], log_probs: Tensor) -> tuple[StepBatch, Reduced]:
         part = _part(batch, indices)

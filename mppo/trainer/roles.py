@@ -45,6 +45,7 @@ class Role:
         the last one, and are None elsewhere.
         """
         indices = list(range(len(batch.table))) if indices is None else indices
+        batch = batch.with_fields(ref_hidden=None)  # which only the actor's objective reads
         pieces = [for_rank(piece, self.topology) for piece in micro_batches(batch, indices, limit, self.topology)]
         with self.awake():
             outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)

@@ -235,8 +235,7 @@ class Trainer:
         """Step 6: the critic's predictions, where the estimator needs them."""
         if self.parts.critic is None:
             return batch
-        slim = batch.with_fields(ref_hidden=None)
-        output = self.parts.critic.forward(slim, self.resolved.critic.infer_limit, ValuePass())
+        output = self.parts.critic.forward(batch, self.resolved.critic.infer_limit, ValuePass())
         return batch.with_fields(values=output["values"])
 
     @named_step
