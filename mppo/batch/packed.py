@@ -6,6 +6,7 @@ mask, reward and advantage of the action taken there. The shift by one happens i
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class PackedBatch:
         """Tokens of trajectories: what Megatron counts; padding, which a layout may add, is left out."""
         return int(self.real.sum()) if self.count is None else self.count
 
-    @property
+    @cached_property
     def segments(self) -> Segments:
         segments = Segments.from_cu_seqlens(self.cu_seqlens)  # on the host: no waiting for the device
         return replace(segments, ids=segments.ids.to(self.tokens.device))
@@ -107,10 +108,11 @@ class PackedBatch:
         return replace(self, **values)
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """Move everything but the boundaries, which the host reads."""
+        """Move everything but the boundaries, which the host reads. A copy to a GPU is not waited for."""
 
         def move(_: str, x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=True)
+            pinned = x.pin_memory() if device.type == "cuda" and not x.is_cuda else x
+            return pinned.to(device, non_blocking=True)
 
         return self._map(move, move)
 

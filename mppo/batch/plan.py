@@ -6,7 +6,7 @@ plan and none can disagree.
 
 import heapq
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -18,6 +18,8 @@ PATIENCE = 64
 """Full micro-batches that a trajectory is refused by before an even spread is given up; keeps planning fast."""
 
 T = TypeVar("T")
+Lengths = Sequence[int] | Mapping[int, int]
+"""Tokens of each trajectory, by its index in the batch."""
 Cost = Callable[[int], float]
 """The workload of a sequence of so many tokens, which grows with them."""
 
@@ -134,11 +136,11 @@ def by_rank(items: Iterable[T], rank_of: Iterable[int], ranks: int) -> list[list
 
 
 def plan_micro_batches(
-    parts: list[list[int]], lengths: list[int], limit: MicroBatchLimit, multiple: int = 1, cost: Cost = float
+    parts: list[list[int]], lengths: Lengths, limit: MicroBatchLimit, multiple: int = 1, cost: Cost = float
 ) -> list[list[list[int]]]:
     """Cut the part that each rank has of a mini-batch into micro-batches: `plan[rank][micro_batch]` -> indices.
 
-    `parts[rank]` lists trajectories; `lengths` are tokens of every trajectory of the batch. As few micro-batches as
+    `parts[rank]` lists trajectories, whose tokens `lengths` has. As few micro-batches as
     the fullest rank needs, best fit, rounded up to a multiple of `multiple`, at least one; each rank then spreads its
     workload evenly over them, where the limit leaves room for that, and has the heaviest first.
     Raises DataError that names a trajectory longer than the token limit, on every rank alike.
@@ -169,14 +171,14 @@ def check_budget(index: int, length: int, limit: MicroBatchLimit) -> None:
         )
 
 
-def _pack(longest_first: list[int], lengths: list[int], limit: MicroBatchLimit) -> list[list[int]]:
+def _pack(longest_first: list[int], lengths: Lengths, limit: MicroBatchLimit) -> list[list[int]]:
     """As few micro-batches as best fit takes."""
     bins = best_fit([(limit.size(lengths[i]), i) for i in longest_first], limit.most)
     return [[index for _, index in items] for items in bins]
 
 
 def _spread(
-    longest_first: list[int], lengths: list[int], limit: MicroBatchLimit, count: int, cost: Cost
+    longest_first: list[int], lengths: Lengths, limit: MicroBatchLimit, count: int, cost: Cost
 ) -> list[list[int]] | None:
     """Exactly `count` micro-batches; each trajectory goes to the one with the least workload among those with room.
 

@@ -101,18 +101,20 @@ def fail_together() -> Iterator[None]:
         yield
     except MppoError as error:
         mine = error
-    first = next((error for error in gather_from_all(mine) if error is not None), None)
-    if first is not None:
+    failed = _reduced(torch.tensor(int(mine is not None)), dist.group.WORLD, dist.ReduceOp.MAX)
+    if failed:
+        first = next(error for error in gather_from_all(mine) if error is not None)
         first.on_every_rank = True
         raise first
 
 
-def exchange(outgoing: list[Any]) -> list[Any]:
-    """`outgoing[r]` goes to rank r; returns what every rank sent here, in rank order.
+def exchange(parts: list[list[Any]], part_of: list[int]) -> list[Any]:
+    """The items of `parts[part_of[r]]` go to rank r; returns what all ranks sent here, in rank order.
 
-    Each rank receives only what is addressed to it.
+    Each rank receives only what is addressed to it; a part is turned into bytes once, and an empty one into none.
     """
-    payloads = [_to_bytes(item) for item in outgoing]
+    packed = [_to_bytes(part) if part else torch.empty(0, dtype=torch.uint8) for part in parts]
+    payloads = [packed[part] for part in part_of]
     sizes = torch.tensor([len(p) for p in payloads], device=platform.device())
     incoming_sizes = torch.empty_like(sizes)
     dist.all_to_all_single(incoming_sizes, sizes)
@@ -121,7 +123,8 @@ def exchange(outgoing: list[Any]) -> list[Any]:
     dist.all_to_all_single(
         received, torch.cat(payloads).to(platform.device()), incoming_sizes, [len(p) for p in payloads]
     )
-    return [_from_bytes(piece) for piece in received.cpu().split(incoming_sizes)]
+    pieces = received.cpu().split(incoming_sizes)
+    return [item for piece in pieces if len(piece) for item in _from_bytes(piece)]
 
 
 def _to_bytes(item: Any) -> Tensor:

@@ -40,13 +40,13 @@ class HostPackedSeqParams(PackedSeqParams):
     lengths: tuple[int, ...] = ()
 
 
-def packed_seq_params(cu_seqlens: Tensor, device: torch.device, context_parallel_size: int = 1) -> HostPackedSeqParams:
+def packed_seq_params(cu_seqlens: Tensor, context_parallel_size: int = 1) -> HostPackedSeqParams:
     """From the `[S+1]` boundaries on the host; under context parallelism those of this rank's slices.
 
     Megatron is told the boundaries of whole sequences, of which this rank holds one part in `context_parallel_size`.
     """
     whole = cu_seqlens * context_parallel_size
-    on_device = whole.to(device=device, dtype=torch.int32)
+    on_device = platform.on_device(whole.int())
     lengths = tuple(whole.diff().tolist())
     longest = max(lengths)
     return HostPackedSeqParams(

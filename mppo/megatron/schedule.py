@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
@@ -43,21 +44,20 @@ class ForwardStep:
         self.closure = closure
 
     def __call__(self, data_iterator, model) -> tuple[Tensor, Callable]:
-        whole, device = next(data_iterator), platform.device()
-        config = get_model_config(model)
+        whole = next(data_iterator)
+        if not unwrap_model(model).post_process:
+            return _run(model, whole), _no_closure
+        rows, actions = self._actions(whole, get_model_config(model))
+        with _head_sees(platform.on_device(rows), model, self.closure.wants_hidden):
+            output = _run(model, whole)
+        return output, partial(self._close, actions.to(platform.device()), model)
+
+    def _actions(self, whole: PackedBatch, config: TransformerConfig) -> tuple[Tensor, PackedBatch]:
+        """The rows that are projected, and their batch."""
         rows, actions = whole.actions()
         if not self.closure.wants_hidden:  # where hidden states are handed on, context-parallel ranks must agree on S
             actions = actions.pad_to_multiple(config.tensor_model_parallel_size if config.sequence_parallel else 1)
-        rows = torch.cat([rows, rows.new_zeros(len(actions) - len(rows))])
-        with _head_sees(rows.to(device), model, self.closure.wants_hidden):
-            output = model(
-                input_ids=whole.tokens[None].to(device),
-                position_ids=whole.positions[None].to(device),
-                attention_mask=None,
-                padding_mask=_padding_mask(whole, model),
-                packed_seq_params=packed_seq_params(whole.cu_seqlens, device, config.context_parallel_size),
-            )
-        return output, partial(self._close, actions.to(device), model)
+        return torch.cat([rows, rows.new_zeros(len(actions) - len(rows))]), actions
 
     def _close(self, actions: PackedBatch, model, output: Tensor, non_loss_data: bool = False) -> Any:
         output = output.squeeze(0)
@@ -65,6 +65,21 @@ class ForwardStep:
             weight = output_weight(model)
             output = LastHidden(output.to(weight.dtype), weight)
         return self.closure(output, actions)
+
+
+def _run(model: torch.nn.Module, batch: PackedBatch) -> Tensor:
+    return model(
+        input_ids=platform.on_device(batch.tokens[None]),
+        position_ids=platform.on_device(batch.positions[None]),
+        attention_mask=None,
+        padding_mask=_padding_mask(batch, model),
+        packed_seq_params=packed_seq_params(batch.cu_seqlens, get_model_config(model).context_parallel_size),
+    )
+
+
+def _no_closure(*_, **__) -> None:
+    """Of a model chunk that is not the last, whose output Megatron only sends on."""
+    raise AssertionError("only the last model chunk has a loss")
 
 
 def _padding_mask(batch: PackedBatch, model: torch.nn.Module) -> Tensor | None:
@@ -75,7 +90,7 @@ def _padding_mask(batch: PackedBatch, model: torch.nn.Module) -> Tensor | None:
     config = get_model_config(model)
     if config.num_moe_experts is None:
         return None
-    padding = ~batch.real[None].to(platform.device())
+    padding = platform.on_device(~batch.real[None])
     if config.sequence_parallel and not unwrap_model(model).pre_process:
         padding = padding.chunk(config.tensor_model_parallel_size, dim=1)[get_tensor_model_parallel_rank()]
     return padding
@@ -91,10 +106,8 @@ def output_weight(model: torch.nn.Module) -> Tensor:
 @contextmanager
 def _head_sees(rows: Tensor, model: torch.nn.Module, hidden_only: bool) -> Iterator[None]:
     """Let the output layer of the last stage see only `rows [A]` of the hidden states, or only hand them on."""
-    layer = getattr(unwrap_model(model), "output_layer", None)
-    if layer is None:
-        yield
-    elif hidden_only:
+    layer = unwrap_model(model).output_layer
+    if hidden_only:
         with _handing_on(rows, layer):
             yield
     else:

@@ -146,8 +146,7 @@ def balance(
     cost = WorkloadModel.of(model, projected=sum(actions) / max(sum(lengths), 1))
     rank_of = assign_ranks(mini_batches, [cost(n) for n in lengths], topology.dp)
     outgoing = by_rank(trajectories, [rank_of[t.index] for t in trajectories], topology.dp)
-    received = exchange([outgoing[replica] for replica in replica_of])
-    mine = sorted((t for items in received for t in items), key=lambda t: t.index)
+    mine = sorted(exchange(outgoing, replica_of), key=lambda t: t.index)
     table = TrajectoryTable(
         lengths=lengths,
         responses=[line.response for line in lines],
@@ -184,7 +183,7 @@ def micro_batches(
 ) -> list[PackedBatch]:
     """This replica's micro-batches of the trajectories `indices` (of the global batch); some may be empty."""
     parts = by_rank(indices, [batch.table.rank_of[i] for i in indices], topology.dp)
-    lengths = [topology.padded_length(length) for length in batch.table.lengths]
+    lengths = {i: topology.padded_length(batch.table.lengths[i]) for i in indices}
     limit, multiple = replica_limit(limit, topology), topology.micro_batch_multiple
     plans = plan_micro_batches(parts, lengths, limit, multiple, batch.cost)
     return [batch.packed.select([batch.place_of[i] for i in piece]) for piece in plans[topology.dp_rank]]
