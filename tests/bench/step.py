@@ -1,8 +1,8 @@
-"""The hook's own cost: `python -m tests.bench.step [--processes 2] [--layout tp2] [--json FILE]`.
+"""The hook's own cost: `python -m tests.bench.step [--layout tp2] [--json FILE]`.
 
-An update step through mppo (policy loss, entropy, metrics, weights, optimizer) against a bare Megatron-core step of the
+An update step through mppo (policy loss, metrics, weights, optimizer) against a bare Megatron-core step of the
 same model, tokens, micro-batches and optimizer, whose closure is Megatron's own cross entropy. Both take turns in one
-process group; medians are compared.
+process group; medians are compared. Megatron projects all tokens, mppo those that train: with `--prompt 1` that is all.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from mppo.trainer.resolve import UpdateSettings
 from mppo.trainer.roles import TrainableRole
 from mppo.weights.architectures import architecture_of
 from tests.distributed.launch import torchrun
-from tests.invariance.matrix import parallel_config
+from tests.invariance.matrix import known_layouts, parallel_config, processes_of
 
 # isort: split
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -155,26 +155,28 @@ def measure(size: Size, layout: str, repeats: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.bench.step", description=__doc__.splitlines()[0])
-    parser.add_argument("--layout", default="dp1", help="tp2, pp2, dp2, ... (see tests/invariance)")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--layout", default="dp1", choices=("dp1", *known_layouts()))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="where to write the headline ratio")
     parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--prompt", type=int, default=Size.prompt, help="tokens of 256 that do not train, 1 or more")
     options = parser.parse_args()
     if options.worker:
-        result = measure(Size(), options.layout, options.repeats)
+        size = Size(prompt=options.prompt, response=Size.prompt + Size.response - options.prompt)
+        result = measure(size, options.layout, options.repeats)
         if dist.get_rank() == 0:
             Path(options.worker).write_text(json.dumps(result))
         topology.shutdown()
         return
     results = Path(options.json or "step.json").with_suffix(".seconds.json")
-    arguments = ("--worker", results.resolve(), "--layout", options.layout, "--repeats", options.repeats)
-    torchrun(str(Path(__file__).resolve()), options.processes, *arguments, timeout=1800)
+    given = [f"--{name}={getattr(options, name)}" for name in ("layout", "repeats", "prompt")]
+    processes = 1 if options.layout == "dp1" else processes_of(options.layout)
+    torchrun(str(Path(__file__).resolve()), processes, "--worker", results.resolve(), *given, timeout=1800)
     seconds = json.loads(results.read_text())
     results.unlink()
     ratio = seconds["mppo"] / seconds["bare"]
     Console().print(
-        f"{options.layout} on {options.processes} processes: mppo {seconds['mppo']:.3f} s, bare Megatron-core"
+        f"{options.layout} on {processes} processes: mppo {seconds['mppo']:.3f} s, bare Megatron-core"
         f" {seconds['bare']:.3f} s a step; ratio {ratio:.3f}",
         highlight=False,
     )

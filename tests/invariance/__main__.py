@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.invariance.matrix import CUTS, LAYOUTS, LOSSES, MODES, all_cases, covering_cases
+from tests.invariance.matrix import CUTS, LOSSES, MODES, all_cases, covering_cases, known_layouts
 from tests.invariance.suite import Result, run_cases
 
 LIMIT = 1e-6
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    layouts = [name for names in LAYOUTS.values() for name in names]
+    layouts = known_layouts()
     parser = argparse.ArgumentParser("python -m tests.invariance", description=__doc__.splitlines()[0])
     for name, known in (("layouts", layouts), ("losses", LOSSES), ("modes", MODES), ("cuts", CUTS)):
         parser.add_argument(f"--{name}", default=",".join(known), help=f"comma-separated (default: {', '.join(known)})")

@@ -47,6 +47,10 @@ def parallel_config(layout: str) -> ParallelConfig:
     return ParallelConfig(**sizes)
 
 
+def known_layouts() -> list[str]:
+    return [name for names in LAYOUTS.values() for name in names]
+
+
 def processes_of(layout: str) -> int:
     """Raises KeyError for a layout that is not in the table."""
     return {name: count for count, names in LAYOUTS.items() for name in names}[layout]
