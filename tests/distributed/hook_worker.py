@@ -66,10 +66,14 @@ GARBAGE = 1e3
 
 
 class Gradients:
-    """A TensorSource of the reference's gradients, so that the loader cuts them as it cuts the weights."""
+    """A TensorSource of gradients by Hugging Face name, so that the loader cuts them as it cuts the weights."""
 
-    def __init__(self, model: torch.nn.Module):
-        self.tensors = on_disk((name, parameter.grad) for name, parameter in model.named_parameters())
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.tensors = tensors
+
+    @classmethod
+    def of(cls, reference: torch.nn.Module) -> "Gradients":
+        return cls(on_disk((name, parameter.grad) for name, parameter in reference.named_parameters()))
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -245,7 +249,7 @@ class Comparison:
 
     def _gradient_errors(self, chunks) -> dict[str, float]:
         """Every rank compares every parameter it holds: cut, replicated and padded ones alike."""
-        expected = Gradients(self.reference)
+        expected = Gradients.of(self.reference)
         self._load(chunks, expected)
         of_model = expected.largest(expected.names())
         errors = []

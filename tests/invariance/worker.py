@@ -153,9 +153,7 @@ class Bench:
 
     def error(self, what: str, expected: dict[str, Tensor], relative_to: dict[str, Tensor]) -> float:
         """Largest difference to this rank's part of `expected`, over the largest entry of `relative_to`."""
-        source = Gradients.__new__(Gradients)
-        source.tensors = expected
-        self._load(self.mirror, source)
+        self._load(self.mirror, Gradients(expected))
         scale = max(x.abs().max().item() for x in relative_to.values())
         pairs = zip(self._parameters(self.mirror), self._parameters(self.role.chunks), strict=True)
         differences = [
