@@ -27,6 +27,9 @@ class OptimConfig:
     """Largest global gradient norm; 0: no clipping."""
     use_distributed_optimizer: bool = False
     """Spread optimizer state over data-parallel ranks."""
+    state_placement: str = "device"
+    """`device`, or `host`: Adam's moments and fp32 master weights are on the device only during updates. Implied by
+    the role's own `placement: host`."""
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce gradients in fp32; false: in model.dtype."""
     overlap_grad_reduce: bool = False
@@ -55,6 +58,7 @@ class OptimConfig:
         if self.lr_decay_style != "cosine" and self.lr_decay_steps is None:
             raise ConfigError("optim.lr_decay_style has no effect without optim.lr_decay_steps")
         one_of("optim.lr_decay_style", self.lr_decay_style, ("cosine", "linear"))
+        one_of("optim.state_placement", self.state_placement, ("device", "host"))
         if self.lr_decay_steps is not None and self.lr_decay_steps <= self.lr_warmup_steps:
             raise ConfigError("optim.lr_decay_steps must be greater than optim.lr_warmup_steps")
         if self.min_lr and self.lr_decay_steps is None:

@@ -95,17 +95,18 @@ class TrainableRole(Role):
         self.state = Parking(partial(optimizer_state_of, self.optimizer.megatron))
         self.gradients = Parking(partial(gradients_of, wrapped), keep=False)
         super().__init__(wrapped, topology, placement)
-        if placement == "host":
-            self.state.park()
-            self.gradients.park()
+        self.parked = [self.weights, self.state, self.gradients] if placement == "host" else []
+        if optim.state_placement == "host" and not self.parked:
+            self.parked = [self.state]
+        for parking in self.parked:
+            parking.park()
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Weights, gradients and optimizer state are on the device inside; afterwards all parameters are gathered."""
         with ExitStack() as stack:
-            if self.placement == "host":
-                for parking in (self.weights, self.state, self.gradients):
-                    stack.enter_context(parking.occupied())
+            for parking in self.parked:
+                stack.enter_context(parking.occupied())
             yield
             if self.gathers_late:
                 for chunk in self.chunks:

@@ -29,6 +29,7 @@ VARIANTS = {
     "recompute-selective": ("model.recompute.granularity=selective", "model.recompute.modules=[core_attn, mlp]"),
     "overlap-reduce": ("actor.optim.overlap_grad_reduce=true", "critic.optim.overlap_grad_reduce=true"),
     "overlap-gather": (*DISTRIBUTED, "actor.optim.overlap_param_gather=true"),
+    "state-rests-on-host": ("actor.optim.state_placement=host", "critic.optim.state_placement=host"),
     "rest-on-host": ("actor.placement=host", "critic.placement=host"),
     "rest-on-host-distributed": ("actor.placement=host", "actor.optim.use_distributed_optimizer=true"),
     "context-parallel": ("parallel.context_parallel_size=2",),
