@@ -18,13 +18,15 @@ from tests.invariance.matrix import CUTS, LOSSES, MODES, all_cases, covering_cas
 from tests.invariance.suite import Result, run_cases
 
 LIMIT = 1e-6
+WIDTH = 200
+"""Characters that the table of all losses needs."""
 
 
 def main() -> int:
     options = _parse()
     choose = covering_cases if options.covering else all_cases
     cases = choose(options.layouts, options.losses, options.modes, options.cuts)
-    console = Console()
+    console = Console(width=WIDTH)
     results = run_cases(cases, options.dtype, lambda text: console.print(text, highlight=False))
     print_matrix(results, console)
     worst = max(results, key=lambda result: result.worst)
