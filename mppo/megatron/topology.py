@@ -16,8 +16,8 @@ from mppo.megatron.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Topology:
-    """The layout of this run and this process's place in it."""
+class Sizes:
+    """The numbers of ranks, and what they ask of the tokens of a micro-batch."""
 
     tp: int
     pp: int
@@ -28,6 +28,49 @@ class Topology:
     etp: int
     """Tensor-parallel ranks over which each expert is cut."""
     sequence_parallel: bool
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, dp: int) -> "Sizes":
+        """Of a configuration, on `dp` data-parallel ranks."""
+        return cls(
+            tp=parallel.tensor_model_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            vpp=parallel.virtual_pipeline_model_parallel_size,
+            cp=parallel.context_parallel_size,
+            dp=dp,
+            ep=parallel.expert_model_parallel_size,
+            etp=parallel.expert_tensor_parallel_size,
+            sequence_parallel=parallel.sequence_parallel,
+        )
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches must be a multiple of this (interleaved schedules go round by groups)."""
+        return self.pp if self.vpp else 1
+
+    @property
+    def token_multiple(self) -> int:
+        """The tokens of a rank's slice of a micro-batch must be a multiple of this.
+
+        Sequence parallelism cuts them evenly; under context parallelism there are two chunks of each trajectory.
+        """
+        chunks = 2 if self.cp > 1 else 1
+        return math.lcm(chunks, self.tp) if self.sequence_parallel else chunks
+
+    def padded_length(self, length: int) -> int:
+        """Tokens that a trajectory takes up on all context-parallel ranks together."""
+        return length if self.cp == 1 else -(-length // (2 * self.cp)) * 2 * self.cp
+
+    def token_budget(self, per_rank: int) -> int:
+        """Padded tokens that a micro-batch may have on all context-parallel ranks together, padding of the slices
+        to `token_multiple` included."""
+        return self.cp * (per_rank - per_rank % self.token_multiple)
+
+
+@dataclass(frozen=True)
+class Topology(Sizes):
+    """The layout of this run and this process's place in it."""
+
     rank: int
     tp_rank: int
     cp_rank: int
@@ -74,29 +117,6 @@ class Topology:
     def last_stage_rank(self) -> int:
         """Global rank of the last pipeline stage of this process's pipeline."""
         return parallel_state.get_pipeline_model_parallel_last_rank()
-
-    @property
-    def micro_batch_multiple(self) -> int:
-        """The number of micro-batches must be a multiple of this (interleaved schedules go round by groups)."""
-        return self.pp if self.vpp else 1
-
-    @property
-    def token_multiple(self) -> int:
-        """The tokens of a rank's slice of a micro-batch must be a multiple of this.
-
-        Sequence parallelism cuts them evenly; under context parallelism there are two chunks of each trajectory.
-        """
-        chunks = 2 if self.cp > 1 else 1
-        return math.lcm(chunks, self.tp) if self.sequence_parallel else chunks
-
-    def padded_length(self, length: int) -> int:
-        """Tokens that a trajectory takes up on all context-parallel ranks together."""
-        return length if self.cp == 1 else -(-length // (2 * self.cp)) * 2 * self.cp
-
-    def token_budget(self, per_rank: int) -> int:
-        """Padded tokens that a micro-batch may have on all context-parallel ranks together, padding of the slices
-        to `token_multiple` included."""
-        return self.cp * (per_rank - per_rank % self.token_multiple)
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
@@ -198,14 +218,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> Topology:
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Topology(
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        vpp=parallel.virtual_pipeline_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        dp=parallel_state.get_data_parallel_world_size(),
-        ep=parallel.expert_model_parallel_size,
-        etp=parallel.expert_tensor_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
+        **vars(Sizes.of(parallel, parallel_state.get_data_parallel_world_size())),
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),

@@ -22,7 +22,7 @@ from mppo.batch.plan import (
 from mppo.batch.trajectory import Trajectory
 from mppo.megatron.collectives import exchange, gather_from_all
 from mppo.megatron.model_config import ModelConfig
-from mppo.megatron.topology import Topology
+from mppo.megatron.topology import Sizes, Topology
 from mppo.trainer.resolve import UpdateSettings
 
 
@@ -189,7 +189,7 @@ def micro_batches(
     return [batch.packed.select([batch.place_of[i] for i in piece]) for piece in plans[topology.dp_rank]]
 
 
-def replica_limit(limit: MicroBatchLimit, topology: Topology) -> MicroBatchLimit:
+def replica_limit(limit: MicroBatchLimit, topology: Sizes) -> MicroBatchLimit:
     """What a micro-batch of all context-parallel ranks together may hold, in padded tokens."""
     return limit if limit.tokens is None else MicroBatchLimit(tokens=topology.token_budget(limit.tokens))
 
