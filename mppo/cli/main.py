@@ -34,8 +34,10 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="say what a configuration does, without launching anything")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--world-size", type=int, help="processes of the run (default: one replica)")
-    plan.add_argument("--prompt-tokens", type=int, help="mean length for the estimate (default: the maximum)")
+    plan.add_argument("--prompt-tokens", type=int, help="length for the estimate (default: the maximum)")
     plan.add_argument("--response-tokens", type=int, help="mean length for the estimate (default: the maximum)")
+    plan.add_argument("--response-sigma", type=float, help="log-normal spread of responses (default: 0, all alike)")
+    plan.add_argument("--lengths", metavar="FILE", help='instead: JSON lines {"prompt": 123, "response": 456}')
     plan.set_defaults(run=_plan)
     check_loss = commands.add_parser("check-loss", help="examine a policy loss, registered or by import path")
     check_loss.add_argument("loss", metavar="NAME_OR_PATH", help="vanilla, my_package.losses:my_loss")
@@ -61,7 +63,8 @@ def _load(options: argparse.Namespace) -> Config:
 
 def _plan(options: argparse.Namespace) -> int:
     from mppo.megatron.topology import check_layout, data_parallel_size
-    from mppo.trainer.estimate import estimate_actor, print_estimate
+    from mppo.trainer.estimate import estimate_actor, mix_of
+    from mppo.trainer.estimate.tables import print_estimate
     from mppo.trainer.plan import make_plan, print_plan
     from mppo.trainer.resolve import resolve
     from mppo.weights.pretrained import read_model_config
@@ -76,11 +79,12 @@ def _plan(options: argparse.Namespace) -> int:
     plan = make_plan(resolved, world_size)
     estimate = None
     if config.model.path or config.model.preset:
-        prompt = options.prompt_tokens or config.data.max_prompt_length
-        response = options.response_tokens or config.data.max_response_length
         model = read_model_config(config.model)
         check_layout(parallel, model)
-        estimate = estimate_actor(resolved, plan, model, prompt, response)
+        mix = mix_of(
+            config.data, options.lengths, options.prompt_tokens, options.response_tokens, options.response_sigma
+        )
+        estimate = estimate_actor(resolved, model, mix)
     if options.json:
         print(json.dumps({**asdict(plan), "estimate": estimate and asdict(estimate)}, indent=2))
     else:

@@ -1,0 +1,70 @@
+"""Memory and communication of one rank, on paper: what a layout asks of a model and a mix of lengths."""
+
+from dataclasses import dataclass
+
+from mppo.config import DataConfig
+from mppo.errors import ConfigError
+from mppo.megatron.model_config import ModelConfig
+from mppo.trainer.estimate.communication import Sent, sent_by
+from mppo.trainer.estimate.layout import Layout
+from mppo.trainer.estimate.lengths import Load, Mix, Sample, Spread, load_of
+from mppo.trainer.estimate.memory import HeadTerms, Memory, held_by
+from mppo.trainer.resolve import Resolved
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """Of one rank of a pipeline stage."""
+
+    stage: int
+    held: Memory
+    sent: Sent
+    """In one optimizer step."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of the worst rank of each pipeline stage that differs from others: the first, one in the middle, the last."""
+
+    load: Load
+    stages: list[StageEstimate]
+
+
+def estimate(model: ModelConfig, layout: Layout, load: Load, terms: HeadTerms) -> Estimate:
+    """Of one optimizer step."""
+    stages = [
+        StageEstimate(
+            stage, held_by(model, layout, load, stage, terms), sent_by(model, layout, load, stage, terms.policies)
+        )
+        for stage in layout.stages()
+    ]
+    return Estimate(load, stages)
+
+
+def estimate_actor(resolved: Resolved, model: ModelConfig, mix: Mix) -> Estimate:
+    """Of the actor's update. Raises DataError that names a trajectory over the token budget of a micro-batch."""
+    config, terms = resolved.config, resolved.terms
+    layout = Layout.of(
+        config.parallel, resolved.data_parallel_size, config.model.dtype, config.actor.optim, config.model.recompute
+    )
+    load = load_of(mix.step(resolved.trajectories), resolved.actor, model, layout.sizes)
+    return estimate(model, layout, load, HeadTerms(terms.entropy_coeff != 0, terms.uses_full_kl))
+
+
+def mix_of(data: DataConfig, path: str | None, prompt: int | None, response: int | None, sigma: float | None) -> Mix:
+    """From the options of the command; the maxima where no length is given.
+
+    Raises ConfigError for a length that cannot be, and for an option that would have no effect.
+    """
+    given = {"--prompt-tokens": prompt, "--response-tokens": response, "--response-sigma": sigma}
+    if path is None:
+        return Spread(
+            prompt=data.max_prompt_length if prompt is None else prompt,
+            response=data.max_response_length if response is None else response,
+            longest=data.max_response_length,
+            sigma=sigma or 0.0,
+        )
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{option} has no effect with --lengths, which gives every length; leave one of them out")
+    return Sample.read(path)

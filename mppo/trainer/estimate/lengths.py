@@ -1,0 +1,180 @@
+"""The lengths of a training step: read from a file or drawn, and what the plan of micro-batches makes of them."""
+
+import json
+import random
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from math import exp
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from mppo.batch.balance import WorkloadModel
+from mppo.batch.plan import BatchPlan, by_rank, make_batch_plan
+from mppo.errors import ConfigError
+from mppo.megatron.model_config import ModelConfig
+from mppo.megatron.topology import Sizes
+from mppo.trainer.batches import replica_limit
+from mppo.trainer.resolve import UpdateSettings
+
+SEED = 0
+"""Of the order of the lengths; the same mix always gives the same step."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """Of a trajectory, in tokens."""
+
+    prompt: int
+    response: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Prompts all alike, and responses log-normal round their mean."""
+
+    prompt: int
+    """Tokens, as the others."""
+    response: int
+    """The mean, before the longest are cut."""
+    longest: int
+    """Where responses are cut."""
+    sigma: float = 0.0
+    """Standard deviation of the logarithm; 0: all alike."""
+
+    def __post_init__(self):
+        for option, value in (("--prompt-tokens", self.prompt), ("--response-tokens", self.response)):
+            if value <= 0:
+                raise ConfigError(f"{option} is {value}; it must be greater than 0")
+        if not self.sigma >= 0:
+            raise ConfigError(f"--response-sigma is {self.sigma}; it must not be negative")
+        if self.response > self.longest:
+            raise ConfigError(
+                f"--response-tokens is {self.response}, over data.max_response_length={self.longest}; lower the one or"
+                " raise the other"
+            )
+
+    def step(self, count: int) -> list[Length]:
+        """`count` trajectories: evenly spaced quantiles, so that no luck is in them, in an order that is drawn."""
+        normal = NormalDist()
+        scores = [normal.inv_cdf((i + 0.5) / count) for i in range(count)]
+        factors = [exp(self.sigma * score - self.sigma**2 / 2) for score in scores]
+        responses = [min(max(round(self.response * factor), 1), self.longest) for factor in factors]
+        return _shuffled([Length(self.prompt, response) for response in responses])
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Lengths that were seen."""
+
+    lengths: list[Length]
+
+    @classmethod
+    def read(cls, path: str) -> "Sample":
+        """JSON lines `{"prompt": 123, "response": 456}`; other fields are left alone.
+
+        Raises ConfigError that names the line.
+        """
+        try:
+            lines = Path(path).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--lengths {path}: the file cannot be read: {error}") from error
+        lengths = [_read(line, f"--lengths {path}, line {number}") for number, line in enumerate(lines, 1) if line]
+        if not lengths:
+            raise ConfigError(f"--lengths {path}: the file is empty; it wants at least one length")
+        return cls(lengths)
+
+    def step(self, count: int) -> list[Length]:
+        """`count` trajectories, in an order that is drawn: each line as often as any other, or once more."""
+        return list(islice(cycle(_shuffled(self.lengths)), count))
+
+
+Mix = Spread | Sample
+
+
+def _shuffled(lengths: list[Length]) -> list[Length]:
+    return random.Random(SEED).sample(lengths, len(lengths))
+
+
+def _read(line: str, where: str) -> Length:
+    try:
+        found: Any = json.loads(line)
+        length = Length(found["prompt"], found["response"])
+    except (ValueError, TypeError, KeyError):
+        length = Length(-1, -1)
+    if not all(type(tokens) is int and tokens > 0 for tokens in (length.prompt, length.response)):
+        raise ConfigError(f'{where}: {line[:80]!r} is no {{"prompt": 123, "response": 456}} (tokens, greater than 0)')
+    return length
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a mix of lengths asks of the worst rank, in the worst optimizer step of a training step."""
+
+    tokens: int
+    """Of its fullest micro-batch, after context parallelism has cut it and padding was added."""
+    actions: int
+    """Those of them that are projected."""
+    micro_batches: int
+    all_tokens: int
+    """Of all micro-batches together."""
+    all_actions: int
+    worst_over_mean: float = 1.0
+    """Workload of the heaviest data-parallel rank over that of the mean."""
+
+
+def load_of(lengths: list[Length], settings: UpdateSettings, model: ModelConfig, sizes: Sizes) -> Load:
+    """Of a training step with trajectories of these lengths, planned as the trainer plans it.
+
+    Raises DataError that names a trajectory over the token budget of a micro-batch.
+    """
+    padded = [sizes.padded_length(length.total) for length in lengths]
+    projected = sum(length.response for length in lengths) / sum(length.total for length in lengths)
+    cost = WorkloadModel.of(model, projected)
+    plan = make_batch_plan(
+        padded,
+        mini_batch_size=settings.mini_batch_size,
+        ranks=sizes.dp,
+        limit=replica_limit(settings.limit, sizes),
+        multiple=sizes.micro_batch_multiple,
+        cost=cost,
+    )
+    loads = [
+        _load_of_rank([[lengths[i] for i in piece] for piece in pieces], sizes)
+        for of_mini_batch in plan.micro_batches
+        for pieces in of_mini_batch
+    ]
+    fullest = max(loads, key=lambda load: (load.tokens, load.actions))
+    busiest = max(loads, key=lambda load: (load.micro_batches, load.all_tokens))
+    return replace(
+        busiest,
+        tokens=fullest.tokens,
+        actions=fullest.actions,
+        worst_over_mean=_worst_over_mean(plan, [cost(n) for n in padded], sizes.dp),
+    )
+
+
+def _load_of_rank(pieces: list[list[Length]], sizes: Sizes) -> Load:
+    tokens = [_tokens(piece, sizes) for piece in pieces]
+    actions = [-(-sum(length.response for length in piece) // sizes.cp) for piece in pieces]
+    most, of_most = max(zip(tokens, actions, strict=True))
+    return Load(most, of_most, len(pieces), sum(tokens), sum(actions))
+
+
+def _tokens(piece: list[Length], sizes: Sizes) -> int:
+    """On one context-parallel rank; one without trajectories is all padding."""
+    tokens = sum(sizes.padded_length(length.total) for length in piece) // sizes.cp
+    return max(-(-tokens // sizes.token_multiple), 1) * sizes.token_multiple
+
+
+def _worst_over_mean(plan: BatchPlan, workloads: list[float], ranks: int) -> float:
+    """Of the mini-batch where it is largest."""
+    ratios = []
+    for indices in plan.mini_batches:
+        parts = by_rank((workloads[i] for i in indices), (plan.rank_of[i] for i in indices), ranks)
+        ratios.append(max(map(sum, parts)) * ranks / sum(map(sum, parts)))
+    return max(ratios)

@@ -1,0 +1,42 @@
+"""The estimate as tables."""
+
+from rich.console import Console
+from rich.table import Table
+
+from mppo.trainer.estimate import Estimate
+from mppo.trainer.estimate.lengths import Load
+
+
+def print_estimate(found: Estimate, console: Console) -> None:
+    """The mix of lengths, then memory and communication, a column for each stage that differs."""
+    console.print(_mix(found.load))
+    table = Table(title="the actor on the worst rank of a pipeline stage, on paper (GiB)")
+    table.add_column("")
+    for name in _names(len(found.stages)):
+        table.add_column(name, justify="right")
+    for title, parts in (
+        ("holds", [stage.held for stage in found.stages]),
+        ("sends in an optimizer step", [stage.sent for stage in found.stages]),
+    ):
+        for kind in vars(parts[0]):
+            table.add_row(f"{title}: {kind.replace('_', ' ')}", *(_gib(getattr(part, kind)) for part in parts))
+        table.add_row(f"{title}: altogether", *(_gib(part.total) for part in parts), end_section=True)
+    console.print(table)
+
+
+def _mix(load: Load) -> Table:
+    table = Table(title="the mix of lengths, on the worst rank of an optimizer step", show_header=False)
+    table.add_row("tokens of the fullest micro-batch", str(load.tokens))
+    table.add_row("of which actions", str(load.actions))
+    table.add_row("micro-batches", str(load.micro_batches))
+    table.add_row("tokens of all micro-batches", str(load.all_tokens))
+    table.add_row("workload of the heaviest data-parallel rank over the mean", f"{load.worst_over_mean:.4g}")
+    return table
+
+
+def _names(stages: int) -> list[str]:
+    return {1: ["every stage"], 2: ["first stage", "last stage"]}.get(stages, ["first", "in the middle", "last"])
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.4g}"
