@@ -1,4 +1,4 @@
-"""The estimate of `mppo plan` counts what transformers counts, grows and shrinks as layouts say, and plans real mixes."""
+"""The estimate of `mppo plan` counts what transformers counts, follows the layout, and plans whole mixes of lengths."""
 
 import json
 from dataclasses import replace
