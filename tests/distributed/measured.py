@@ -1,6 +1,6 @@
 """What a rank holds and sends, measured: bytes of collectives, and bytes that autograd keeps."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,11 +30,11 @@ class Sent(TorchDispatchMode):
     """
 
     def __init__(self, kinds: dict[str, str]):
-        """`kinds` are those of groups, by their names; `send` counts as `pipeline` over whatever group it goes."""
+        """`kinds` are those of groups, by their names, and "control" for others; `send` counts as `pipeline` over
+        whatever group it goes."""
         super().__init__()
-        self.kinds = kinds
+        self.kinds = defaultdict(lambda: "control", kinds)
         self.bytes: Counter[str] = Counter()
-        self.calls: Counter[tuple] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -43,12 +43,8 @@ class Sent(TorchDispatchMode):
 
     def _count(self, name: str, args: tuple) -> None:
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
-        sent = ring_bytes(name, args, group)
-        kind = "pipeline" if name == "send" else self.kinds.get(group.group_name, "control")
-        if name in ("broadcast_", "barrier"):
-            kind = "control"
-        self.bytes[kind] += sent
-        self.calls[kind, name, sent] += 1
+        kind = "pipeline" if name == "send" else self.kinds[group.group_name]
+        self.bytes[kind] += ring_bytes(name, args, group)
 
 
 def _is_group(x: torch.ScriptObject) -> bool:
@@ -56,7 +52,10 @@ def _is_group(x: torch.ScriptObject) -> bool:
 
 
 def ring_bytes(name: str, args: tuple, group: dist.ProcessGroup) -> int:
-    """That one rank sends: an all-reduce is a scattered sum and a gather, each of which sends all parts but one."""
+    """That one rank sends: an all-reduce is a scattered sum and a gather, each of which sends all parts but one.
+
+    Broadcasts are not counted: the step has them for metrics only.
+    """
     ranks = group.size()
     if "allreduce" in name:
         return 2 * size_of(args[0]) * (ranks - 1) // ranks
@@ -66,8 +65,9 @@ def ring_bytes(name: str, args: tuple, group: dist.ProcessGroup) -> int:
         return size_of(args[1]) * (ranks - 1) // ranks
     if name == "alltoall_base_":
         return size_of(args[1]) - _kept(args[1], args[4], group)
-    if name in ("send", "broadcast_"):
+    if name == "send":
         return size_of(args[0])
+    assert name in ("recv_", "broadcast_", "barrier"), f"{name} is not counted"
     return 0
 
 
