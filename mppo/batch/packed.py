@@ -137,6 +137,16 @@ class PackedBatch:
         origin = torch.arange(int(cu_seqlens[-1])) + shift
         return replace(self._take(origin, rows), cu_seqlens=cu_seqlens.int(), origin=origin.to(self.tokens.device))
 
+    def exchanged(
+        self, lengths: list[int], tokens: Callable[[Tensor], Tensor], trajectories: Callable[[Tensor], Tensor]
+    ) -> "PackedBatch":
+        """A batch of trajectories of `lengths` tokens that takes the place of this one, and points to none (`origin`).
+
+        `tokens` makes its `[T, ...]` of each field per token, `trajectories` its `[S]` of each per trajectory.
+        """
+        batch = replace(self, origin=None)._map(lambda _, x: tokens(x), lambda _, x: trajectories(x))
+        return replace(batch, cu_seqlens=torch.tensor([0, *lengths], dtype=torch.long).cumsum(0).int())
+
     def actions(self) -> tuple[Tensor, "PackedBatch"]:
         """The rows `[A]` of this batch that are actions, and those rows as a batch of their own.
 

@@ -68,7 +68,7 @@ def make_batch_plan(
     cost: Cost = float,
     shuffle_seed: str | None = None,
 ) -> BatchPlan:
-    """The plan of a batch of trajectories of `lengths` tokens, on `ranks` data-parallel ranks.
+    """The plan of one epoch over a batch of trajectories of `lengths` tokens, on `ranks` data-parallel ranks.
 
     Invariants, whatever the input:
       - every trajectory is in exactly one mini-batch, on one rank, in one micro-batch;
@@ -108,8 +108,9 @@ def split_mini_batches(count: int, mini_batch_size: int, shuffle_seed: str | Non
 def assign_ranks(mini_batches: list[list[int]], workloads: Sequence[float], ranks: int) -> list[int]:
     """The rank of each trajectory, such that every mini-batch by itself is balanced over the ranks.
 
-    Mini-batches share no trajectory. The heaviest part of one goes to the rank that has least of the earlier ones, so
-    that a union of several, such as the whole batch, is balanced as well; a subset of one is not.
+    Mini-batches share no trajectory: they are those of one epoch. The heaviest part of one goes to the rank that has
+    least of the earlier ones, so that a union of several, such as the whole batch, is balanced as well; a subset of one
+    is not.
     """
     rank_of = [0] * len(workloads)
     loads = [0.0] * ranks

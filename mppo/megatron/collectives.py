@@ -58,6 +58,18 @@ def join_slices(x: Tensor, topology: Topology) -> Tensor:
     return x if topology.cp == 1 else _reduced(x, topology.cp_group)
 
 
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The first `sent[0]` rows of `x [N, ...]` go to rank 0 of the group, the next `sent[1]` to rank 1, and so on.
+
+    Returns the rows that come here, `received[r]` of them from rank r, in order of rank. They travel as bytes, so that
+    any dtype does.
+    """
+    rows = x.contiguous().unsqueeze(-1).view(torch.uint8).to(platform.device())
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows, received, sent, group)
+    return arrived.view(x.dtype).squeeze(-1).to(x.device)
+
+
 def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tensor:
     """Give every pipeline stage what the last one holds; `like` has its shape and dtype."""
     if topology.pp == 1:

@@ -1,6 +1,5 @@
 """The batch of a training step: what every rank knows of all trajectories, and the part that this rank holds."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -46,7 +45,7 @@ class TrajectoryTable:
     parts: list[dict[str, float]]
     """Named parts of the reward."""
     rank_of: list[int]
-    """The data-parallel rank that trains it."""
+    """The data-parallel rank that holds it now, and trains it."""
     kept: list[int]
     """Positions that train: the actions that are neither rejected nor masked."""
     baselines: list[float] | None = None
@@ -132,9 +131,9 @@ def balance(
     """Send every trajectory from the rank that generated it to all ranks of the replica that will train it.
 
     Each mini-batch of the actor's first epoch is balanced over data-parallel ranks by workload, and so is the whole
-    batch; those of later, shuffled epochs, and a critic's smaller ones, are as balanced as chance has it. The plan
-    follows from the lengths of the whole batch, which every rank learns here; no rank receives a trajectory it does
-    not hold afterwards. `baselines` are rewards of greedy answers by group.
+    batch; before an epoch of other mini-batches trajectories move (`mppo.trainer.redistribution`). The plan follows
+    from the lengths of the whole batch, which every rank learns here; no rank receives a trajectory it does not hold
+    afterwards. `baselines` are rewards of greedy answers by group.
     """
     everyone = gather_from_all((topology.dp_rank, [_Line.of(t) for t in trajectories]))
     replica_of = [dp_rank for dp_rank, _ in everyone]
@@ -142,7 +141,7 @@ def balance(
     lengths, groups = [line.length for line in lines], [line.group for line in lines]
     _renumber(trajectories, [line.index for line in lines], groups)
     actions = [line.actions for line in lines]
-    mini_batches = split_mini_batches(len(lengths), settings.mini_batch_size, _shuffle_seed(settings, seed, step, 0))
+    mini_batches = mini_batches_of_epoch(len(lengths), settings, seed, step, epoch=0)
     cost = WorkloadModel.of(model, projected=sum(actions) / max(sum(lengths), 1))
     rank_of = assign_ranks(mini_batches, [cost(n) for n in lengths], topology.dp)
     outgoing = by_rank(trajectories, [rank_of[t.index] for t in trajectories], topology.dp)
@@ -208,18 +207,13 @@ def check_budgets(table: TrajectoryTable, limits: list[MicroBatchLimit], topolog
             check_budget(index, padded, limit)
 
 
-def mini_batch_indices(batch: StepBatch, settings: UpdateSettings, seed: int) -> Iterator[list[int]]:
-    """Yield the trajectories (of the global batch) of each optimizer step: epochs times the batch.
+def mini_batches_of_epoch(count: int, settings: UpdateSettings, seed: int, step: int, epoch: int) -> list[list[int]]:
+    """The trajectories of each optimizer step of an epoch over a global batch of `count`.
 
-    Which trajectories belong together does not depend on the layout; shuffling draws from (seed, step, epoch).
+    Which belong together does not depend on the layout; shuffling draws from (seed, step, epoch).
     """
-    for epoch in range(settings.epochs):
-        shuffle_seed = _shuffle_seed(settings, seed, batch.step, epoch)
-        yield from split_mini_batches(len(batch.table), settings.mini_batch_size, shuffle_seed)
-
-
-def _shuffle_seed(settings: UpdateSettings, seed: int, step: int, epoch: int) -> str | None:
-    return f"{seed}/{step}/{epoch}" if settings.shuffle else None
+    shuffle_seed = f"{seed}/{step}/{epoch}" if settings.shuffle else None
+    return split_mini_batches(count, settings.mini_batch_size, shuffle_seed)
 
 
 def cut_mini_batch(batch: StepBatch, indices: list[int], settings: UpdateSettings, topology: Topology) -> MiniBatch:

@@ -18,10 +18,11 @@ from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass
 from mppo.rollout.engine import Request, SamplingParams
 from mppo.rollout.rewards import check_parts, score
 from mppo.trainer.assemble import Parts
-from mppo.trainer.batches import StepBatch, balance, check_budgets, cut_mini_batch, mini_batch_indices
+from mppo.trainer.batches import StepBatch, balance, check_budgets, cut_mini_batch
 from mppo.trainer.collecting import greedy_rewards, select_groups, values_of_groups
 from mppo.trainer.metrics import MeanOverUpdates, batch_metrics, mismatch_metrics, trajectory_metrics
 from mppo.trainer.preparation import Preparation, advantage_inputs
+from mppo.trainer.redistribution import balanced_mini_batches
 from mppo.trainer.replay import ReplayBuffer, Rollout
 from mppo.trainer.reporter import SampleLine
 from mppo.trainer.shaping import RunningMoments, add_to_outcomes, shape_outcomes, shaping_metrics, without_truncated
@@ -325,8 +326,9 @@ class Trainer:
             return
         batch = batch.with_fields(ref_hidden=None)  # which only the actor reads
         settings, mean = self.resolved.critic, MeanOverUpdates("critic/")
+        steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, self.topology)
         with self.parts.critic.training():
-            for indices in mini_batch_indices(batch, settings, self.config.trainer.seed):
+            for batch, indices in steps:
                 mini_batch = cut_mini_batch(batch, indices, settings, self.topology)
                 objective = ValueObjective(self.config.critic.cliprange_value, mini_batch.tokens)
                 mean.add(*self.parts.critic.update(mini_batch, objective))
@@ -336,11 +338,12 @@ class Trainer:
     def update_actor(self, batch: StepBatch) -> None:
         """Step 9: epochs of mini-batches on the actor."""
         settings, terms, mean = self.resolved.actor, self.resolved.terms, MeanOverUpdates("actor/")
+        steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, self.topology)
         reference_weight = None
         if terms.uses_full_kl:
             reference_weight = self.parts.reference.output_weight()
         with self.parts.actor.training():
-            for number, indices in enumerate(mini_batch_indices(batch, settings, self.config.trainer.seed)):
+            for number, (batch, indices) in enumerate(steps):
                 prepared, summary = self.preparation.prepare(batch, indices, number)
                 mini_batch = cut_mini_batch(prepared, indices, settings, self.topology)
                 objective = PolicyObjective(self.parts.head, terms, mini_batch.tokens, reference_weight, self.combine)

@@ -87,6 +87,24 @@ def test_several_mini_batches_and_epochs_give_the_same_metrics_in_every_layout(
         assert run.column(name) == pytest.approx(one_process.column(name), rel=1e-4, abs=1e-6), name
 
 
+def test_a_critic_with_mini_batches_of_its_own_trains_the_same_on_two_data_parallel_ranks(tmp_path):
+    """Trajectories move before each epoch: for the critic first, then for the actor, with hidden states."""
+    overrides = (
+        *MINI_BATCHES,
+        "trainer.total_training_steps=2",
+        "actor.kl_loss_type=full",
+        "algorithm.adv_estimator=gae",
+        "critic.ppo_mini_batch_size=2",
+        "critic.ppo_epochs=2",
+        "critic.shuffle=true",
+        *layout(1, 1),
+    )
+    one = train("class", 1, tmp_path / "one", *overrides)
+    two = train("class", 2, tmp_path / "two", *overrides)
+    for name in ("critic/vf_loss", "critic/grad_norm", "actor/loss", "actor/grad_norm", "actor/kl_loss"):
+        assert two.column(name) == pytest.approx(one.column(name), rel=1e-4, abs=1e-6), name
+
+
 EXPERTS = (
     *MINI_BATCHES,
     "trainer.total_training_steps=2",

@@ -1,6 +1,7 @@
 """Small trajectories and packed vectors, made by hand or drawn by hypothesis."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -78,6 +79,34 @@ def held_by(assignment: list[int], holders: int = 3) -> list[list[int]]:
 
 def packed_batches(**sizes: int) -> st.SearchStrategy[PackedBatch]:
     return batches(**sizes).map(pack)
+
+
+def with_every_field(batch: PackedBatch, hidden: int = 3) -> PackedBatch:
+    """Every field that the batch did not have is drawn, the same each time; hidden states are `[T, hidden]`."""
+    generator = torch.Generator().manual_seed(len(batch))
+
+    def drawn(name: str) -> Tensor:
+        shape = (len(batch), hidden) if name.endswith("hidden") else (len(batch),)
+        x = torch.randn(shape, generator=generator)
+        return x > 0 if name == "kept" else x.bfloat16() if name == "ref_hidden" else x
+
+    absent = [f.name for f in fields(PackedBatch) if "per_token" in f.metadata and getattr(batch, f.name) is None]
+    prepared = {"covers": drawn("kept"), "shift": drawn("shift").double()}
+    return batch.with_fields(**{name: drawn(name) for name in absent if name != "origin"}, prepared=prepared)
+
+
+def differing_fields(one: PackedBatch, other: PackedBatch) -> list[str]:
+    """Names of what is not exactly the same in both, dtype included; where it came from (`origin`) is not compared."""
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+        if a is None or b is None:
+            return a is b
+        return a.dtype == b.dtype and torch.equal(a, b)
+
+    compared = ["cu_seqlens", *(f.name for f in fields(PackedBatch) if f.metadata and f.name != "origin")]
+    return [name for name in compared if not same(getattr(one, name), getattr(other, name))]
 
 
 def masked_sum(loss: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
