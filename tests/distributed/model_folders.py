@@ -63,11 +63,21 @@ def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
     model = build.from_config(CONFIGS[name])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            decisive = 0.2 if name.endswith(".mlp.gate.weight") else 0.02  # a near tie could go either way
-            parameter.add_(decisive * torch.randn_like(parameter))
+            parameter.add_(_spread(name, model.config.tie_word_embeddings) * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(folder)
     _character_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _spread(name: str, tied: bool) -> float:
+    """Standard deviation of what is added to a parameter.
+
+    A near tie of experts could go either way, and next to nothing at the first norm, which divides by its size, is
+    rounding made visible; where it is the output layer too, an embedding stays small.
+    """
+    if name.endswith(".mlp.gate.weight"):
+        return 0.2
+    return 0.5 if "embed_tokens" in name and not tied else 0.02
 
 
 def write_all(folder: Path) -> Path:
