@@ -32,7 +32,8 @@ class TransformerSizes(Protocol):
     num_attention_heads: int
     num_query_groups: int
     head_dim: int
-    ffn_hidden_size: int
+    active_ffn_size: int
+    """Feed-forward columns that a token goes through: of one layer, or of the experts that it is sent to."""
     vocab_size: int
 
 
@@ -53,7 +54,7 @@ class WorkloadModel:
         """`projected` is the share of tokens whose logits are computed: the actions."""
         heads = model.num_attention_heads * model.head_dim
         key_values = model.num_query_groups * model.head_dim
-        layer = model.hidden_size * (2 * heads + 2 * key_values + 3 * model.ffn_hidden_size)
+        layer = model.hidden_size * (2 * heads + 2 * key_values + 3 * model.active_ffn_size)
         weights = model.num_layers * layer + projected * model.hidden_size * model.vocab_size
         return cls(linear=2.0 * weights, attention=2.0 * model.num_layers * heads)
 

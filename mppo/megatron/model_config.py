@@ -40,6 +40,11 @@ class ModelConfig:
     moe_aux_loss_coeff: float = 0.0
     """Of the load-balancing loss; chosen for the run, not part of the model."""
 
+    @property
+    def active_ffn_size(self) -> int:
+        """Feed-forward columns that a token goes through."""
+        return self.ffn_hidden_size if self.num_experts is None else self.moe_topk * self.moe_ffn_hidden_size
+
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding in Megatron: the vocabulary rounded up so that each of `tp` ranks has whole blocks."""
         multiple = self.make_vocab_size_divisible_by * tp

@@ -35,7 +35,7 @@ QWEN_7B = SimpleNamespace(
     num_attention_heads=28,
     num_query_groups=4,
     head_dim=128,
-    ffn_hidden_size=18944,
+    active_ffn_size=18944,
     vocab_size=152064,
 )
 COST = WorkloadModel.of(QWEN_7B, projected=0.8)

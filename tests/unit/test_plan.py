@@ -1,5 +1,6 @@
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -69,6 +70,12 @@ def test_a_token_costs_two_flops_per_weight():
     layers = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
     assert WorkloadModel.of(LLAMA_8B).linear == 2 * (layers + 4096 * 128256)
     assert WorkloadModel.of(LLAMA_8B, projected=0.5).linear == 2 * (layers + 4096 * 128256 / 2)
+
+
+def test_a_token_costs_the_experts_that_it_is_sent_to():
+    mixture = replace(LLAMA_8B, num_experts=64, moe_topk=2, moe_ffn_hidden_size=1000)
+    saved = 2 * 32 * 4096 * 3 * (14336 - 2 * 1000)
+    assert WorkloadModel.of(LLAMA_8B).linear - WorkloadModel.of(mixture).linear == saved
 
 
 def test_attention_costs_four_flops_per_pair_of_positions_and_channel():
