@@ -67,7 +67,7 @@ def _plan(options: argparse.Namespace) -> int:
     from mppo.trainer.estimate.tables import print_estimate
     from mppo.trainer.plan import make_plan, print_plan
     from mppo.trainer.resolve import resolve
-    from mppo.weights.pretrained import read_model_config
+    from mppo.weights.pretrained import read_critic_config, read_model_config
 
     config = _load(options)
     parallel = config.parallel
@@ -80,7 +80,8 @@ def _plan(options: argparse.Namespace) -> int:
     estimate = None
     if config.model.path or config.model.preset:
         model = read_model_config(config.model)
-        check_layout(parallel, model)
+        critic = resolved.critic and (resolved.critic_parallel, read_critic_config(config.critic, model))
+        check_layout(parallel, model, critic)
         mix = mix_of(
             config.data, options.lengths, options.prompt_tokens, options.response_tokens, options.response_sigma
         )

@@ -10,13 +10,14 @@ from mppo.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControl
 from mppo.config.checks import not_negative, positive
 from mppo.config.data import DataConfig, OverlongBufferConfig, PromptSource, RewardConfig, RolloutConfig
 from mppo.config.layout import ModelSource, ParallelConfig, RecomputeConfig
-from mppo.config.roles import ActorConfig, CriticConfig, OptimConfig, RefConfig
+from mppo.config.roles import ActorConfig, CriticConfig, CriticParallelConfig, OptimConfig, RefConfig
 
 __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
     "Config",
     "CriticConfig",
+    "CriticParallelConfig",
     "DataConfig",
     "FilterGroupsConfig",
     "KLControllerConfig",

@@ -66,14 +66,14 @@ class RecomputeConfig:
 
     def __post_init__(self):
         if self.granularity is not None:
-            one_of("model.recompute.granularity", self.granularity, ("full", "selective"))
-        one_of("model.recompute.method", self.method, ("uniform", "block"))
-        positive("model.recompute", num_layers=self.num_layers)
-        without = "has no effect without model.recompute.granularity="
+            one_of("recompute.granularity", self.granularity, ("full", "selective"))
+        one_of("recompute.method", self.method, ("uniform", "block"))
+        positive("recompute", num_layers=self.num_layers)
+        without = "has no effect without recompute.granularity="
         if self.granularity != "full" and (self.method, self.num_layers) != ("uniform", 1):
-            raise ConfigError(f"model.recompute.method and num_layers: {without}full")
+            raise ConfigError(f"recompute.method and num_layers: {without}full")
         if self.granularity != "selective" and self.modules != ["core_attn"]:
-            raise ConfigError(f"model.recompute.modules {without}selective")
+            raise ConfigError(f"recompute.modules {without}selective")
 
 
 @dataclass
@@ -90,7 +90,7 @@ class ModelSource:
     """The embedding is padded to a multiple of this times the tensor-parallel size."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     moe_aux_loss_coeff: float = 0.0
-    """Coefficient of the load-balancing loss of a mixture of experts, in the training of actor and critic."""
+    """Coefficient of the load-balancing loss of a mixture of experts, in the training of the actor."""
 
     def __post_init__(self):
         if self.path is not None and self.preset is not None:

@@ -1,9 +1,10 @@
 """Actor, critic and reference."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mppo.config.checks import not_negative, one_of, positive
+from mppo.config.layout import ParallelConfig, RecomputeConfig
 from mppo.errors import ConfigError
 
 
@@ -31,7 +32,7 @@ class OptimConfig:
     """`device`, or `host`: Adam's moments and fp32 master weights are on the device only during updates. Implied by
     the role's own `placement: host`."""
     grad_reduce_in_fp32: bool = True
-    """Accumulate and reduce gradients in fp32; false: in model.dtype."""
+    """Accumulate and reduce gradients in fp32; false: in the role's dtype."""
     overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks while the last micro-batch is still in its backward pass."""
     overlap_param_gather: bool = False
@@ -110,11 +111,44 @@ class ActorConfig:
 
 
 @dataclass
+class CriticParallelConfig:
+    """What of the layout is the critic's own; process groups are those of all roles. null: as in `parallel`."""
+
+    sequence_parallel: bool | None = None
+    virtual_pipeline_model_parallel_size: int | None = None
+    """1: one model chunk of each pipeline stage, even where the actor has more."""
+
+    def __post_init__(self):
+        positive("critic.parallel", virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size)
+
+    def within(self, actor: ParallelConfig) -> ParallelConfig:
+        """The critic's layout, given the actor's. Raises ConfigError for a field that this leaves without effect."""
+        if self.sequence_parallel and actor.tensor_model_parallel_size == 1:
+            raise ConfigError(
+                "critic.parallel.sequence_parallel has no effect at parallel.tensor_model_parallel_size=1; unset it"
+            )
+        if (self.virtual_pipeline_model_parallel_size or 1) > 1 and actor.pipeline_model_parallel_size == 1:
+            raise ConfigError(
+                "critic.parallel.virtual_pipeline_model_parallel_size needs parallel.pipeline_model_parallel_size of"
+                " at least 2"
+            )
+        return replace(actor, **{name: value for name, value in vars(self).items() if value is not None})
+
+
+@dataclass
 class CriticConfig:
     """Read when the estimator needs a critic."""
 
     path: str | None = None
-    """A reward-model folder (with a scalar head) to start from; null: the actor's weights and a zero head."""
+    """A reward-model folder (with a scalar head) to start from, of any supported family and any sizes, with the
+    actor's tokens; null: the actor's weights and a zero head."""
+    parallel: CriticParallelConfig = field(default_factory=CriticParallelConfig)
+    dtype: str | None = None
+    """null: model.dtype."""
+    recompute: RecomputeConfig | None = None
+    """null: model.recompute."""
+    moe_aux_loss_coeff: float | None = None
+    """Coefficient of the load-balancing loss where the critic is a mixture of experts; null: the actor's."""
     loss_agg_mode: str | None = None
     """null: the actor's."""
     loss_scale_factor: float | None = None
@@ -138,6 +172,9 @@ class CriticConfig:
     def __post_init__(self):
         positive("critic", cliprange_value=self.cliprange_value)
         one_of("critic.placement", self.placement, ("device", "host"))
+        not_negative("critic", moe_aux_loss_coeff=self.moe_aux_loss_coeff)
+        if self.dtype is not None:
+            one_of("critic.dtype", self.dtype, ("bfloat16", "float32"))
         check_batches("critic", self)
 
 

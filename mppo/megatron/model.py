@@ -19,6 +19,7 @@ from mppo.megatron import platform
 from mppo.megatron.layers import decoder_spec, groups_experts, uses_transformer_engine
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.profiling import RangeTimers
+from mppo.megatron.topology import virtual_pipeline
 
 
 def transformer_config(
@@ -56,9 +57,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        **_expert_settings(model, dtype),
+        **_expert_settings(model, parallel, dtype),
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, dense models too
         # The interleaved schedule swaps tensors silently over batched p2p with two stages; and with overlapped p2p
@@ -87,13 +86,15 @@ def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
     return {}
 
 
-def _expert_settings(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _expert_settings(model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """A softmax over all experts before the best are taken; where their weights are made to add up to one, that is
-    the softmax over the best alone."""
+    the softmax over the best alone. A dense model is not told of expert parallelism, which another role may have."""
     if model.num_experts is None:
         return {}
     return {
         "num_moe_experts": model.num_experts,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
         "moe_router_topk": model.moe_topk,
         "moe_router_score_function": "softmax",
@@ -135,10 +136,9 @@ def build_chunks(
 ) -> list[MegatronModule]:
     """This rank's model chunks (one, or one per virtual stage), uninitialised but for a zero value head."""
     config = transformer_config(model, parallel, dtype, recompute)
-    stages: list[int | None] = [None]
-    if parallel.virtual_pipeline_model_parallel_size:
-        stages = list(range(parallel.virtual_pipeline_model_parallel_size))
-    chunks = [_build_chunk(model, config, stage, value_head) for stage in stages]
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    with virtual_pipeline(vpp):
+        chunks = [_build_chunk(model, config, stage, value_head) for stage in (range(vpp) if vpp else [None])]
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
 
 

@@ -30,6 +30,7 @@ from mppo.batch.packed import PackedBatch
 from mppo.megatron import platform
 from mppo.megatron.head import LastHidden
 from mppo.megatron.layers import packed_seq_params
+from mppo.megatron.topology import virtual_pipeline
 
 
 class ForwardStep:
@@ -154,13 +155,14 @@ def run_schedule(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Put micro-batches through Megatron's schedule: none, 1F1B or interleaved, as the parallel state has it.
+    """Put micro-batches through Megatron's schedule: none, 1F1B or interleaved, as the chunks were built for.
 
     Returns, on the last pipeline stage, the statistics (or with `forward_only`, what the closure returned) of each
     micro-batch in order; elsewhere an empty list. Gradients are in the chunks' buffers, reduced and scaled.
     """
     iterators = [iter(micro_batches) for _ in chunks]
-    with torch.set_grad_enabled(not forward_only):
+    vpp = get_model_config(chunks[0]).virtual_pipeline_model_parallel_size
+    with virtual_pipeline(vpp), torch.set_grad_enabled(not forward_only):
         return get_forward_backward_func()(
             forward_step_func=ForwardStep(closure),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],

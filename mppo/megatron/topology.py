@@ -2,7 +2,9 @@
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -69,7 +71,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Topology(Sizes):
-    """The layout of this run and this process's place in it."""
+    """The layout of a role and this process's place in it. Roles share all but `vpp` and `sequence_parallel`."""
 
     rank: int
     tp_rank: int
@@ -78,6 +80,14 @@ class Topology(Sizes):
     dp_rank: int
     ep_rank: int
     etp_rank: int
+
+    def of_role(self, parallel: ParallelConfig) -> "Topology":
+        """The same place, in a role with the same process groups."""
+        return replace(
+            self,
+            vpp=parallel.virtual_pipeline_model_parallel_size,
+            sequence_parallel=parallel.sequence_parallel,
+        )
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -143,11 +153,28 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     return world_size // model_parallel
 
 
-def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Raise ConfigError, naming the number to change, when the model cannot be cut as `parallel` says."""
+def check_layout(
+    parallel: ParallelConfig, model: ModelConfig, critic: tuple[ParallelConfig, ModelConfig] | None = None
+) -> None:
+    """Raise ConfigError, naming the number to change, when a model cannot be cut as its layout says.
+
+    `critic` is the critic's layout and model, where there is one; it has the process groups of `parallel`.
+    """
+    ep, models = parallel.expert_model_parallel_size, [model] + ([critic[1]] if critic else [])
+    if ep > 1 and all(m.num_experts is None for m in models):
+        dense = "the model is" if critic is None else "actor and critic are"
+        raise ConfigError(f"parallel.expert_model_parallel_size={ep}: {dense} dense; use 1")
+    _check_cuts(parallel, model, "model", "parallel")
+    if critic is not None:
+        _check_cuts(*critic, "critic", "critic.parallel")
+
+
+def _check_cuts(parallel: ParallelConfig, model: ModelConfig, role: str, field: str) -> None:
+    """`field` is where the role's own part of the layout is set."""
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     stages = pp * (parallel.virtual_pipeline_model_parallel_size or 1)
-    _check_experts(parallel, model)
+    if model.num_experts is not None:
+        _check_experts(parallel, model, role, field)
     for number, ranks, what in (
         (model.num_attention_heads, tp, "attention heads"),
         (model.num_query_groups, tp, "key/value heads"),
@@ -155,14 +182,14 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig) -> None:
     ):
         if number % ranks:
             raise ConfigError(
-                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {number} {what};"
+                f"parallel.tensor_model_parallel_size={tp} does not divide the {role}'s {number} {what};"
                 f" use {_nearest(tp, number)}"
             )
     if model.num_layers % stages:
         fits = [n for n in range(1, model.num_layers + 1) if model.num_layers % n == 0 and n <= stages]
         raise ConfigError(
-            f"parallel.pipeline_model_parallel_size={pp} x virtual_pipeline_model_parallel_size="
-            f"{parallel.virtual_pipeline_model_parallel_size or 1} does not divide the model's {model.num_layers}"
+            f"parallel.pipeline_model_parallel_size={pp} x {field}.virtual_pipeline_model_parallel_size="
+            f"{parallel.virtual_pipeline_model_parallel_size or 1} does not divide the {role}'s {model.num_layers}"
             f" layers; the nearest number of stages that does is {fits[-1]}"
         )
 
@@ -174,21 +201,17 @@ def _feed_forward(parallel: ParallelConfig, model: ModelConfig) -> tuple[int, in
     return model.moe_ffn_hidden_size, parallel.expert_tensor_parallel_size, "feed-forward columns of an expert"
 
 
-def _check_experts(parallel: ParallelConfig, model: ModelConfig) -> None:
+def _check_experts(parallel: ParallelConfig, model: ModelConfig, role: str, field: str) -> None:
     ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
-    if model.num_experts is None:
-        if ep > 1:
-            raise ConfigError(f"parallel.expert_model_parallel_size={ep}: the model is dense; use 1")
-        return
     if model.num_experts % ep:
         raise ConfigError(
-            f"parallel.expert_model_parallel_size={ep} does not divide the model's {model.num_experts} experts;"
+            f"parallel.expert_model_parallel_size={ep} does not divide the {role}'s {model.num_experts} experts;"
             f" use {_nearest(ep, model.num_experts)}"
         )
     if tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.tensor_model_parallel_size={tp}: Megatron-core trains a mixture of experts under tensor"
-            " parallelism with sequence parallelism only; set parallel.sequence_parallel=true"
+            f" parallelism with sequence parallelism only; set {field}.sequence_parallel=true"
         )
 
 
@@ -227,6 +250,20 @@ def initialize(parallel: ParallelConfig, seed: int) -> Topology:
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
     )
+
+
+@contextmanager
+def virtual_pipeline(size: int | None) -> Iterator[None]:
+    """Megatron-core's own state says inside that a pipeline stage has `size` model chunks (None: it is one).
+
+    Building a model and running a schedule read it there; all else reads it from the configuration of the chunks.
+    """
+    outside = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(size)
+    try:
+        yield
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(outside)
 
 
 def shutdown() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mppo.config import Config
-from mppo.errors import ConfigError, ModelError
+from mppo.errors import ConfigError
 from mppo.megatron import platform, topology
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks
@@ -19,9 +19,7 @@ from mppo.trainer.checkpoints import Checkpoints
 from mppo.trainer.reporter import Reporter, SilentReporter
 from mppo.trainer.resolve import Resolved, resolve
 from mppo.trainer.roles import ReferenceRole, TrainableRole
-from mppo.weights.architectures import architecture_of
-from mppo.weights.pretrained import PretrainedModel, open_model, read_hf_config
-from mppo.weights.sources import SafetensorsFolder
+from mppo.weights.pretrained import PretrainedModel, open_critic, open_model
 from mppo.weights.transfer import Exporter, load
 
 
@@ -52,17 +50,15 @@ def assemble(config: Config) -> Parts:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     resolved = resolve(config, topology.data_parallel_size(config.parallel, world_size))
     model = open_model(config.model, config.trainer.seed)
-    topology.check_layout(config.parallel, model.config)
-    _check_lengths(config, model)
+    critic_model = None if resolved.critic is None else open_critic(config.critic, model)
+    _check_models(resolved, model, critic_model)
     train_prompts, val_prompts = _prompts(config, model)
 
     place = topology.initialize(config.parallel, config.trainer.seed)
     actor_chunks = _loaded_chunks(config, model, place)
     actor = TrainableRole(actor_chunks, place, config.actor.optim, model.dtype, config.actor.placement)
-    critic = reference = None
-    if resolved.critic is not None:
-        critic_chunks = _critic_chunks(config, model, place)
-        critic = TrainableRole(critic_chunks, place, config.critic.optim, model.dtype, config.critic.placement)
+    critic = None if critic_model is None else _critic(resolved, critic_model, place)
+    reference = None
     if config.need_reference:
         reference = ReferenceRole(_loaded_chunks(config, model, place), place, config.ref.placement)
     is_first = place.rank == 0
@@ -87,13 +83,17 @@ def assemble(config: Config) -> Parts:
     )
 
 
-def _check_lengths(config: Config, model: PretrainedModel) -> None:
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if longest > model.config.max_position_embeddings:
-        raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {longest}, but the model has positions for"
-            f" {model.config.max_position_embeddings}; lower one of them"
-        )
+def _check_models(resolved: Resolved, model: PretrainedModel, critic: PretrainedModel | None) -> None:
+    topology.check_layout(
+        resolved.config.parallel, model.config, None if critic is None else (resolved.critic_parallel, critic.config)
+    )
+    longest = resolved.config.data.max_prompt_length + resolved.config.data.max_response_length
+    for name, opened in (("model", model), ("critic", critic)):
+        if opened is not None and longest > opened.config.max_position_embeddings:
+            raise ConfigError(
+                f"data.max_prompt_length + data.max_response_length = {longest}, but the {name} has positions for"
+                f" {opened.config.max_position_embeddings}; lower one of them"
+            )
 
 
 def _prompts(config: Config, model: PretrainedModel) -> tuple[PromptSet, PromptSet | None]:
@@ -110,27 +110,15 @@ def _loaded_chunks(config: Config, model: PretrainedModel, place: Topology) -> l
     return chunks
 
 
-_SAME_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "num_experts")
-
-
-def _critic_chunks(config: Config, model: PretrainedModel, place: Topology) -> list[torch.nn.Module]:
+def _critic(resolved: Resolved, model: PretrainedModel, place: Topology) -> TrainableRole:
     """The actor's backbone with a zero head, or a reward model with its own head."""
-    source, path = model.source, config.critic.path
-    if path is not None:
-        hf_config = read_hf_config(path, "critic.path")
-        sizes = architecture_of(hf_config).model_config(hf_config)
-        for name in _SAME_SIZES:
-            given = getattr(sizes, name)
-            if given != getattr(model.config, name):
-                raise ModelError(
-                    f"critic.path={path}: its {name} is {given}, that of the actor's model is"
-                    f" {getattr(model.config, name)}; the critic must have the actor's sizes"
-                )
-        source = SafetensorsFolder(path)
-    recompute = config.model.recompute
-    chunks = build_chunks(model.config, config.parallel, model.dtype, value_head=True, recompute=recompute)
-    load(chunks, model.architecture, model.config, source, place, value_head=True, zero_value_head=path is None)
-    return chunks
+    config, parallel = resolved.config.critic, resolved.critic_parallel
+    place = place.of_role(parallel)
+    recompute = config.recompute or resolved.config.model.recompute
+    chunks = build_chunks(model.config, parallel, model.dtype, value_head=True, recompute=recompute)
+    head = {"value_head": True, "zero_value_head": config.path is None}
+    load(chunks, model.architecture, model.config, model.source, place, **head)
+    return TrainableRole(chunks, place, config.optim, model.dtype, config.placement)
 
 
 def _engine(config: Config, model: PretrainedModel) -> RolloutEngine:

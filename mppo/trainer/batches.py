@@ -70,7 +70,7 @@ class StepBatch:
     table: TrajectoryTable
     step: int
     cost: WorkloadModel
-    """What a pass over a trajectory costs, by its tokens."""
+    """What a pass of the actor over a trajectory costs, by its tokens; the critic's are planned by the same."""
 
     def with_fields(self, **fields) -> "StepBatch":
         return replace(self, packed=self.packed.with_fields(**fields))

@@ -10,7 +10,7 @@ from rich.table import Table
 from mppo.algorithm.rollout_correction.config import Bounds
 from mppo.algorithm.rollout_correction.plugins import Rejection
 from mppo.batch.plan import MicroBatchLimit
-from mppo.config import FilterGroupsConfig, RewardConfig
+from mppo.config import FilterGroupsConfig, ParallelConfig, RewardConfig
 from mppo.trainer.resolve import Resolved, UpdateSettings
 
 
@@ -37,6 +37,8 @@ class Plan:
     world_size: int
     data_parallel_size: int
     layout: str
+    critic_model: str
+    """Where the critic starts from, in which dtype, and its layout where that is not the actor's."""
     prompts_per_step: int
     answers_per_prompt: int
     trajectories_per_step: int
@@ -61,21 +63,17 @@ class Plan:
 
 def make_plan(resolved: Resolved, world_size: int) -> Plan:
     """Pure function of the resolved configuration."""
-    config, parallel = resolved.config, resolved.config.parallel
-    layout = f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size}"
-    if parallel.virtual_pipeline_model_parallel_size:
-        layout += f" (VPP {parallel.virtual_pipeline_model_parallel_size})"
-    if parallel.context_parallel_size > 1:
-        layout += f" x CP {parallel.context_parallel_size}"
-    layout += f" x DP {resolved.data_parallel_size}" + (" + SP" if parallel.sequence_parallel else "")
-    if parallel.expert_model_parallel_size > 1:
-        layout += f", experts over EP {parallel.expert_model_parallel_size}"
-    actor = _update_plan(resolved.policy_loss.name, resolved, resolved.actor)
+    config = resolved.config
+    actor = _update_plan(resolved.policy_loss.name, resolved, resolved.actor, config.parallel)
+    critic = None
+    if resolved.critic is not None:
+        critic = _update_plan("clipped value loss", resolved, resolved.critic, resolved.critic_parallel)
     control = config.algorithm.kl_ctrl
     return Plan(
         world_size=world_size,
         data_parallel_size=resolved.data_parallel_size,
-        layout=layout,
+        layout=_layout_line(config.parallel, resolved.data_parallel_size),
+        critic_model=_critic_line(resolved),
         prompts_per_step=config.data.train_batch_size,
         answers_per_prompt=config.rollout.n,
         trajectories_per_step=resolved.trajectories,
@@ -94,9 +92,31 @@ def make_plan(resolved: Resolved, world_size: int) -> Plan:
         total_optimizer_steps=actor.optimizer_steps_per_training_step
         * max(config.trainer.total_training_steps - config.trainer.critic_warmup, 0),
         actor=actor,
-        critic=_update_plan("clipped value loss", resolved, resolved.critic) if resolved.critic else None,
+        critic=critic,
         warnings=resolved.warnings,
     )
+
+
+def _layout_line(parallel: ParallelConfig, dp: int) -> str:
+    layout = f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size}"
+    if parallel.virtual_pipeline_model_parallel_size:
+        layout += f" (VPP {parallel.virtual_pipeline_model_parallel_size})"
+    if parallel.context_parallel_size > 1:
+        layout += f" x CP {parallel.context_parallel_size}"
+    layout += f" x DP {dp}" + (" + SP" if parallel.sequence_parallel else "")
+    if parallel.expert_model_parallel_size > 1:
+        layout += f", experts over EP {parallel.expert_model_parallel_size}"
+    return layout
+
+
+def _critic_line(resolved: Resolved) -> str:
+    if resolved.critic is None:
+        return "none"
+    config, critic = resolved.config, resolved.config.critic
+    line = f"{critic.path or 'the actor with a zero head'}, {critic.dtype or config.model.dtype}"
+    if resolved.critic_parallel != config.parallel:
+        line += f", {_layout_line(resolved.critic_parallel, resolved.data_parallel_size)}"
+    return line
 
 
 def _correction_lines(resolved: Resolved) -> dict[str, str]:
@@ -146,8 +166,8 @@ def _sampling_line(filtering: FilterGroupsConfig) -> str:
     return f"groups of equal {filtering.metric} are drawn anew, at most {filtering.max_num_gen_batches} batches a step"
 
 
-def _update_plan(loss: str, resolved: Resolved, settings: UpdateSettings) -> UpdatePlan:
-    ranks, parallel = resolved.data_parallel_size, resolved.config.parallel
+def _update_plan(loss: str, resolved: Resolved, settings: UpdateSettings, parallel: ParallelConfig) -> UpdatePlan:
+    ranks = resolved.data_parallel_size
     mini_batches = -(-resolved.trajectories // settings.mini_batch_size)
     size = -(-resolved.trajectories // mini_batches)
     by_count = settings.limit.trajectories

@@ -13,7 +13,7 @@ from mppo.algorithm.kl import check_kl_form
 from mppo.algorithm.policy_losses import PolicyLoss, policy_loss
 from mppo.algorithm.rollout_correction import RolloutCorrectionConfig, rollout_correction_config
 from mppo.batch.plan import MicroBatchLimit
-from mppo.config import Config
+from mppo.config import Config, ParallelConfig
 from mppo.errors import ConfigError
 from mppo.rollout.generators import GENERATORS
 from mppo.rollout.rewards import REWARDS
@@ -36,6 +36,11 @@ class UpdateSettings:
     denominator: str = "loss_mask"
     """What is counted: `loss_mask`, all actions, or `kept`, those that train."""
 
+    @property
+    def limits(self) -> list[MicroBatchLimit]:
+        """Of all its passes."""
+        return [self.infer_limit, self.limit]
+
     def optimizer_steps(self, trajectories: int) -> int:
         """Optimizer steps of one training step."""
         return self.epochs * -(-trajectories // self.mini_batch_size)
@@ -53,6 +58,8 @@ class Resolved:
     reward: Callable
     actor: UpdateSettings
     critic: UpdateSettings | None
+    critic_parallel: ParallelConfig | None
+    """The critic's layout."""
     warnings: list[str]
 
     @property
@@ -92,12 +99,6 @@ class Resolved:
         """Whether some actions may not train."""
         return self.correction.rollout_rs is not None or self.config.algorithm.overlong_masking
 
-    @property
-    def limits(self) -> list[MicroBatchLimit]:
-        """Of all passes of a training step."""
-        roles = [self.actor] + ([self.critic] if self.critic else [])
-        return [limit for role in roles for limit in (role.infer_limit, role.limit)]
-
 
 def resolve(config: Config, data_parallel_size: int) -> Resolved:
     """Decide everything that follows from the configuration alone.
@@ -124,6 +125,7 @@ def resolve(config: Config, data_parallel_size: int) -> Resolved:
         reward=reward.bind(config.reward.options, "reward.options"),
         actor=actor,
         critic=critic,
+        critic_parallel=config.critic.parallel.within(config.parallel) if critic else None,
         warnings=find_warnings(config, estimator, actor),
     )
     refuse_idle_fields(resolved)

@@ -186,7 +186,9 @@ class Trainer:
         baselines = greedy_rewards(rollout) if self.resolved.estimator.greedy_baseline else None
         model, seed = self.parts.model.config, self.config.trainer.seed
         batch = balance(rollout.trajectories, self.resolved.actor, model, step, seed, self.topology, baselines)
-        check_budgets(batch.table, self.resolved.limits, self.topology)
+        check_budgets(batch.table, self.resolved.actor.limits, self.topology)
+        if self.parts.critic is not None:
+            check_budgets(batch.table, self.resolved.critic.limits, self.parts.critic.topology)
         self.metrics |= trajectory_metrics(batch.table)
         return batch
 
@@ -325,13 +327,13 @@ class Trainer:
         if self.parts.critic is None:
             return
         batch = batch.with_fields(ref_hidden=None)  # which only the actor reads
-        settings, mean = self.resolved.critic, MeanOverUpdates("critic/")
-        steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, self.topology)
-        with self.parts.critic.training():
+        critic, settings, mean = self.parts.critic, self.resolved.critic, MeanOverUpdates("critic/")
+        steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, critic.topology)
+        with critic.training():
             for batch, indices in steps:
-                mini_batch = cut_mini_batch(batch, indices, settings, self.topology)
+                mini_batch = cut_mini_batch(batch, indices, settings, critic.topology)
                 objective = ValueObjective(self.config.critic.cliprange_value, mini_batch.tokens)
-                mean.add(*self.parts.critic.update(mini_batch, objective))
+                mean.add(*critic.update(mini_batch, objective))
         self.metrics |= mean.metrics()
 
     @named_step

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from mppo.config import ModelSource
+from mppo.config import CriticConfig, ModelSource
 from mppo.errors import ConfigError, ModelError
 from mppo.megatron.model_config import ModelConfig
 from mppo.weights.architectures import Architecture, architecture_of
@@ -57,6 +57,45 @@ def open_model(model: ModelSource, seed: int) -> PretrainedModel:
         source=source,
         dtype=getattr(torch, model.dtype),
     )
+
+
+def open_critic(critic: CriticConfig, actor: PretrainedModel) -> PretrainedModel:
+    """Open `critic.path`, or take the actor's model. Raises as `read_critic_config` does."""
+    dtype = actor.dtype if critic.dtype is None else getattr(torch, critic.dtype)
+    own = replace(actor, config=read_critic_config(critic, actor.config), dtype=dtype)
+    if critic.path is None:
+        return own
+    hf_config = read_hf_config(critic.path, "critic.path")
+    architecture, source = architecture_of(hf_config), SafetensorsFolder(critic.path)
+    return replace(own, hf_config=hf_config, architecture=architecture, source=source)
+
+
+def read_critic_config(critic: CriticConfig, actor: ModelConfig) -> ModelConfig:
+    """The numbers of `critic.path` alone, or the actor's.
+
+    Raises ModelError for a folder that is missing, not supported or of a smaller vocabulary than the actor's, and
+    ConfigError for a setting that the critic would not read.
+    """
+    model = actor if critic.path is None else _read_reward_model(critic.path, actor)
+    given, dense = critic.moe_aux_loss_coeff, model.num_experts is None
+    if given and dense:
+        raise ConfigError(f"critic.moe_aux_loss_coeff={given} would have no effect: the critic is dense; unset it")
+    coefficient = actor.moe_aux_loss_coeff if given is None else given
+    return replace(model, moe_aux_loss_coeff=0.0 if dense else coefficient)
+
+
+def _read_reward_model(path: str, actor: ModelConfig) -> ModelConfig:
+    hf_config = read_hf_config(path, "critic.path")
+    try:
+        model = architecture_of(hf_config).model_config(hf_config, actor.make_vocab_size_divisible_by)
+    except ModelError as error:
+        raise ModelError(f"critic.path={path}: {error}") from error
+    if model.vocab_size < actor.vocab_size:
+        raise ModelError(
+            f"critic.path={path}: its vocabulary has {model.vocab_size} tokens, that of the actor's model"
+            f" {actor.vocab_size}; the critic reads the actor's tokens and needs at least as many"
+        )
+    return model
 
 
 def read_model_config(model: ModelSource) -> ModelConfig:

@@ -36,6 +36,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
+OTHER_SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+}
+
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 32}
 
 CONFIGS = {
@@ -50,6 +57,7 @@ CONFIGS = {
     "qwen3-moe-raw": Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=False),
     "reward": LlamaConfig(**COMMON, num_labels=1),
     "reward-tied": Qwen3Config(**COMMON | {"tie_word_embeddings": True}, head_dim=32, num_labels=1),
+    "reward-qwen2": Qwen2Config(**COMMON | OTHER_SIZES, num_labels=1),
     "reward-qwen3-moe": Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True, num_labels=1),
 }
 REWARD_MODELS = [name for name in CONFIGS if name.startswith("reward")]

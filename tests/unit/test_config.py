@@ -59,6 +59,11 @@ def test_clip_ratio_sets_both_sides_unless_a_side_is_given():
         ("parallel.virtual_pipeline_model_parallel_size=2", "needs pipeline_model_parallel_size"),
         ("data.overlong_prompts=drop", "data.overlong_prompts is 'drop'"),
         ("model.dtype=float16", "model.dtype is 'float16'"),
+        ("critic.dtype=float16", "critic.dtype is 'float16'"),
+        ("critic.moe_aux_loss_coeff=-1", "critic.moe_aux_loss_coeff is -1"),
+        ("critic.parallel.virtual_pipeline_model_parallel_size=0", "critic.parallel.virtual_pipeline_model_parallel"),
+        ("critic.parallel.tensor_model_parallel_size=2", "unknown field 'critic.parallel.tensor_model_parallel_size'"),
+        ("critic.recompute.modules=[mlp]", "recompute.modules has no effect"),
         ("rollout.top_p=0", "rollout.top_p is 0"),
         ("actor.optim.min_lr=1e-7", "optim.min_lr has no effect"),
         ("actor.optim.lr=nan", "optim.lr is nan"),
@@ -89,6 +94,7 @@ def test_a_bad_field_is_named_when_the_configuration_is_read(override, named):
         ("actor.loss_agg_mode=mean", "unknown aggregation mode 'mean'"),
         ("actor.kl_loss_type=k4", "unknown KL form 'k4'"),
         ("critic.ppo_epochs=2", "critic is set but would have no effect"),
+        ("critic.parallel.sequence_parallel=false", "critic is set but would have no effect"),
         ("ref.placement=device", "ref is set but would have no effect"),
         ("actor.kl_loss_coef=0.1", "actor.kl_loss_coef is set but would have no effect"),
         ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_ctrl is set but would have no effect"),
@@ -136,6 +142,40 @@ def test_the_critic_inherits_the_actors_limits_and_mode_and_may_have_its_own():
     ).critic
     assert (own.limit.tokens, own.infer_limit.tokens) == (64, 128)
     assert (own.loss_agg_mode, own.mini_batch_size, own.epochs) == ("token-mean", 4, 3)
+
+
+TWO_BY_TWO = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
+VPP2 = "parallel.virtual_pipeline_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sequence_parallel", "vpp"),
+    [
+        (("parallel.sequence_parallel=true", VPP2), True, 2),
+        (("critic.parallel.sequence_parallel=true", f"critic.{VPP2}"), True, 2),
+        (("parallel.sequence_parallel=true", "critic.parallel.sequence_parallel=false"), False, None),
+        ((VPP2, "critic.parallel.virtual_pipeline_model_parallel_size=1"), False, None),
+        ((VPP2, "critic.parallel.virtual_pipeline_model_parallel_size=4"), False, 4),
+    ],
+)
+def test_the_critics_layout_is_the_actors_but_for_what_it_is_given(overrides, sequence_parallel, vpp):
+    resolved = resolve(config_with("algorithm.adv_estimator=gae", *TWO_BY_TWO, *overrides), 1)
+    own = resolved.critic_parallel
+    assert (own.tensor_model_parallel_size, own.pipeline_model_parallel_size) == (2, 2)
+    assert (own.sequence_parallel, own.virtual_pipeline_model_parallel_size) == (sequence_parallel, vpp)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("critic.parallel.sequence_parallel=true", "no effect at parallel.tensor_model_parallel_size=1"),
+        (f"critic.{VPP2}", "needs parallel.pipeline_model_parallel_size of at least 2"),
+    ],
+)
+def test_a_layout_of_the_critic_that_the_process_groups_leave_no_place_for(override, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        resolve(config_with("algorithm.adv_estimator=gae", override), 1)
+    assert override.partition("=")[0] in str(caught.value)
 
 
 def test_a_loss_by_import_path_is_found():

@@ -1,5 +1,7 @@
 """Parallel sizes that do not fit the model or the processes: what the error says to use instead."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
@@ -24,6 +26,7 @@ EXPERTS = sized(Qwen3MoeConfig(**COMMON, num_experts=6, moe_intermediate_size=24
 def cut(**sizes) -> ParallelConfig:
     names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
     names |= {"cp": "context_parallel_size", "ep": "expert_model_parallel_size", "sp": "sequence_parallel"}
+    names |= {"vpp": "virtual_pipeline_model_parallel_size"}
     return ParallelConfig(**{names[name]: size for name, size in sizes.items()})
 
 
@@ -45,6 +48,33 @@ def test_a_layout_that_the_model_has_no_place_in(model, parallel, said):
 @pytest.mark.parametrize("parallel", [cut(), cut(ep=3), cut(ep=6), cut(tp=2, sp=True, ep=2), cut(cp=2, ep=2)])
 def test_layouts_of_a_mixture_of_experts(parallel):
     check_layout(parallel, EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("critic", "parallel", "said"),
+    [
+        (EXPERTS, cut(tp=2), "set critic.parallel.sequence_parallel=true"),
+        (EXPERTS, cut(ep=4), "does not divide the critic's 6 experts; use 3"),
+        (DENSE, cut(ep=2), "actor and critic are dense; use 1"),
+        (replace(DENSE, num_layers=6), cut(pp=4), "does not divide the critic's 6 layers"),
+        (replace(DENSE, num_attention_heads=3), cut(tp=2), "does not divide the critic's 3 attention heads; use 1"),
+    ],
+)
+def test_a_layout_that_the_critic_has_no_place_in(critic, parallel, said):
+    with pytest.raises(ConfigError, match=said):
+        check_layout(parallel, DENSE, (parallel, critic))
+
+
+def test_stages_that_only_the_critic_has():
+    own = cut(pp=2, vpp=3)
+    check_layout(cut(pp=2), DENSE, (own, replace(DENSE, num_layers=6)))
+    with pytest.raises(ConfigError, match="x critic.parallel.virtual_pipeline_model_parallel_size=3 does not divide"):
+        check_layout(cut(pp=2), DENSE, (own, DENSE))
+
+
+@pytest.mark.parametrize(("actor", "critic"), [(DENSE, EXPERTS), (EXPERTS, DENSE)])
+def test_one_role_with_experts_is_enough_for_expert_parallelism(actor, critic):
+    check_layout(cut(ep=2), actor, (cut(ep=2), critic))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from mppo.config import ModelSource
+from mppo.config import CriticConfig, ModelSource
 from mppo.errors import ConfigError, ModelError
 from mppo.weights.fused import on_disk
-from mppo.weights.pretrained import open_model
+from mppo.weights.pretrained import open_critic, open_model
 from mppo.weights.sources import RandomInitialisation, SafetensorsFolder
 from mppo.weights.transfer import load
 from tests.distributed.model_folders import COMMON, write_model
@@ -88,6 +88,47 @@ def test_experts_have_the_names_and_values_that_transformers_writes(tmp_path):
     assert found.keys() == written.keys()
     for name, tensor in written.items():
         assert torch.equal(found[name], tensor), name
+
+
+def open_critic_of(actor, **fields):
+    return open_critic(CriticConfig(**fields), actor)
+
+
+def test_a_critic_is_a_model_of_its_own(folder, tmp_path):
+    actor = opened(folder)
+    path = str(write_model("reward-qwen2", tmp_path / "reward"))
+    critic = open_critic_of(actor, path=path, dtype="bfloat16")
+    assert (critic.architecture.hf_name, critic.dtype, critic.tokenizer) == ("Qwen2", torch.bfloat16, actor.tokenizer)
+    assert (critic.config.num_layers, critic.config.hidden_size, critic.config.num_attention_heads) == (8, 48, 6)
+    assert "score.weight" in critic.source
+    assert open_critic_of(actor) == actor
+
+
+def test_a_critic_that_does_not_know_all_tokens(folder, tmp_path):
+    path = write_model("reward-qwen2", tmp_path / "reward")
+    change_config(path, vocab_size=60)
+    with pytest.raises(ModelError, match="critic.path=.*has 60 tokens, that of the actor's model 66"):
+        open_critic_of(opened(folder), path=str(path))
+
+
+def test_a_critic_that_is_not_built(folder, tmp_path):
+    path = write_model("reward", tmp_path / "reward")
+    change_config(path, attention_bias=True)
+    with pytest.raises(ModelError, match="critic.path=.*attention_bias"):
+        open_critic_of(opened(folder), path=str(path))
+    with pytest.raises(ModelError, match="critic.path=nowhere: no such folder"):
+        open_critic_of(opened(folder), path="nowhere")
+
+
+def test_only_a_mixture_of_experts_has_a_load_to_balance_in_the_critic_too(folder, tmp_path):
+    experts = write_model("qwen3-moe", tmp_path / "experts")
+    actor = open_model(ModelSource(path=str(experts), moe_aux_loss_coeff=0.5), seed=1)
+    dense = str(write_model("reward", tmp_path / "reward"))
+    assert open_critic_of(actor).config.moe_aux_loss_coeff == 0.5
+    assert open_critic_of(actor, moe_aux_loss_coeff=0.1).config.moe_aux_loss_coeff == 0.1
+    assert open_critic_of(actor, path=dense).config.moe_aux_loss_coeff == 0
+    with pytest.raises(ConfigError, match="critic.moe_aux_loss_coeff=0.1 would have no effect: the critic is dense"):
+        open_critic_of(actor, path=dense, moe_aux_loss_coeff=0.1)
 
 
 def test_no_folder(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mppo.cli.main import main
+from tests.distributed.model_folders import write_model
 
 pytestmark = pytest.mark.unit
 
@@ -56,6 +57,23 @@ def test_the_table_names_estimator_loss_and_aggregation(capsys):
     table = capsys.readouterr().out
     for shown in ("grpo", "vanilla", "token-mean", "1024", "optimizer steps"):
         assert shown in table
+
+
+def test_the_critics_layout_is_shown_where_it_differs(capsys):
+    assert plan(capsys, *EXAMPLE)["critic_model"] == "none"
+    ppo = (*EXAMPLE, "algorithm.adv_estimator=gae", "+parallel=tp2_pp2")
+    assert plan(capsys, *ppo)["critic_model"] == "the actor with a zero head, bfloat16"
+    own = plan(capsys, *ppo, "critic.dtype=float32", "critic.parallel.virtual_pipeline_model_parallel_size=2")
+    assert own["critic_model"] == "the actor with a zero head, float32, TP 2 x PP 2 (VPP 2) x DP 1"
+    assert own["layout"] == "TP 2 x PP 2 x DP 1"
+
+
+def test_the_critics_model_is_checked(capsys, tmp_path):
+    folder = write_model("reward-qwen2", tmp_path)
+    ppo = ("--config-name", "class", "algorithm=gae", f"critic.path={folder}", "parallel=pp2")
+    assert plan(capsys, *ppo)["critic_model"] == f"{folder}, float32"
+    assert main(["plan", *ppo, "critic.parallel.virtual_pipeline_model_parallel_size=3"]) == 2
+    assert "does not divide the critic's 8 layers" in capsys.readouterr().err
 
 
 def test_a_world_that_cannot_be_cut_says_which_numbers_to_change(capsys):
