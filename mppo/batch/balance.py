@@ -13,6 +13,8 @@ TOLERANCE = 1e-3
 """A division is good enough when its heaviest part is this much over the mean or the largest item, relative."""
 EXCHANGES_PER_PART = 20
 """At most; one or two are usual."""
+PARTNERS = 16
+"""Lightest parts that the heaviest looks for an exchange with; more of them gain little and take long."""
 LEAST_GAIN = 1e-9
 """An exchange must make the heaviest part lighter by more than rounding does, relative."""
 BISECTIONS = 6
@@ -142,9 +144,9 @@ class _Division:
         return self
 
     def _relieve_heaviest(self) -> bool:
-        """Make one exchange with the lightest part that helps; False if none does."""
+        """Make one exchange with the lightest part that helps; False if none of PARTNERS does."""
         load, heavy = self._ascending[-1]
-        for place, (other_load, light) in enumerate(self._ascending[:-1]):
+        for place, (other_load, light) in enumerate(self._ascending[:-1][:PARTNERS]):
             given, taken = self._best_exchange(heavy, light, load - other_load)
             shift = given[0] - taken[0]
             if max(load - shift, other_load + shift) < load * (1 - LEAST_GAIN):

@@ -1,10 +1,8 @@
 """`mppo train`, `mppo plan`, `mppo check-loss`: every bad input ends in one line that says what to change."""
 
 import argparse
-import json
 import os
 import sys
-from dataclasses import asdict
 
 from rich.console import Console
 
@@ -32,12 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train (under torchrun)")
     train.set_defaults(run=_train)
     plan = commands.add_parser("plan", help="say what a configuration does, without launching anything")
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.add_argument("--world-size", type=int, help="processes of the run (default: one replica)")
-    plan.add_argument("--prompt-tokens", type=int, help="length for the estimate (default: the maximum)")
-    plan.add_argument("--response-tokens", type=int, help="mean length for the estimate (default: the maximum)")
-    plan.add_argument("--response-sigma", type=float, help="log-normal spread of responses (default: 0, all alike)")
-    plan.add_argument("--lengths", metavar="FILE", help='instead: JSON lines {"prompt": 123, "response": 456}')
+    _add_plan_options(plan)
     plan.set_defaults(run=_plan)
     check_loss = commands.add_parser("check-loss", help="examine a policy loss, registered or by import path")
     check_loss.add_argument("loss", metavar="NAME_OR_PATH", help="vanilla, my_package.losses:my_loss")
@@ -51,6 +44,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_plan_options(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--world-size", type=int, help="processes of the run (default: one replica)")
+    plan.add_argument("--prompt-tokens", type=int, help="length for the estimate (default: the maximum)")
+    plan.add_argument("--response-tokens", type=int, help="mean length for the estimate (default: the maximum)")
+    plan.add_argument("--response-sigma", type=float, help="log-normal spread of responses (default: 0, all alike)")
+    plan.add_argument("--lengths", metavar="FILE", help='instead: JSON lines {"prompt": 123, "response": 456}')
+    plan.add_argument("--control-plane", metavar="RANKS", help="simulate planning on so many ranks: 8,64,512,4096")
+
+
 def _check_loss(options: argparse.Namespace) -> int:
     from mppo.cli.check_loss import check_loss
 
@@ -62,37 +65,9 @@ def _load(options: argparse.Namespace) -> Config:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from mppo.megatron.topology import check_layout, data_parallel_size
-    from mppo.trainer.estimate import estimate_actor, mix_of
-    from mppo.trainer.estimate.tables import print_estimate
-    from mppo.trainer.plan import make_plan, print_plan
-    from mppo.trainer.resolve import resolve
-    from mppo.weights.pretrained import read_critic_config, read_model_config
+    from mppo.cli.plan import plan
 
-    config = _load(options)
-    parallel = config.parallel
-    replica = (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
-    world_size = options.world_size or replica
-    resolved = resolve(config, data_parallel_size(parallel, world_size))
-    plan = make_plan(resolved, world_size)
-    estimate = None
-    if config.model.path or config.model.preset:
-        model = read_model_config(config.model)
-        critic = resolved.critic and (resolved.critic_parallel, read_critic_config(config.critic, model))
-        check_layout(parallel, model, critic)
-        mix = mix_of(
-            config.data, options.lengths, options.prompt_tokens, options.response_tokens, options.response_sigma
-        )
-        estimate = estimate_actor(resolved, model, mix)
-    if options.json:
-        print(json.dumps({**asdict(plan), "estimate": estimate and asdict(estimate)}, indent=2))
-    else:
-        print_plan(plan, Console())
-        if estimate is not None:
-            print_estimate(estimate, Console())
-    return 0
+    return plan(options)
 
 
 def _train(options: argparse.Namespace) -> int:

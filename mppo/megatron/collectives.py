@@ -123,9 +123,9 @@ def fail_together() -> Iterator[None]:
 def exchange(parts: list[list[Any]], part_of: list[int]) -> list[Any]:
     """The items of `parts[part_of[r]]` go to rank r; returns what all ranks sent here, in rank order.
 
-    Each rank receives only what is addressed to it; a part is turned into bytes once, and an empty one into none.
+    Each rank receives only what is addressed to it; a part is turned into bytes once.
     """
-    packed = [_to_bytes(part) if part else torch.empty(0, dtype=torch.uint8) for part in parts]
+    packed = [to_bytes(part) for part in parts]
     payloads = [packed[part] for part in part_of]
     sizes = torch.tensor([len(p) for p in payloads], device=platform.device())
     incoming_sizes = torch.empty_like(sizes)
@@ -135,13 +135,14 @@ def exchange(parts: list[list[Any]], part_of: list[int]) -> list[Any]:
     dist.all_to_all_single(
         received, torch.cat(payloads).to(platform.device()), incoming_sizes, [len(p) for p in payloads]
     )
-    pieces = received.cpu().split(incoming_sizes)
-    return [item for piece in pieces if len(piece) for item in _from_bytes(piece)]
+    return [item for piece in received.cpu().split(incoming_sizes) for item in from_bytes(piece)]
 
 
-def _to_bytes(item: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+def to_bytes(items: list[Any]) -> Tensor:
+    """A parcel of items, uint8; an empty one of none."""
+    return torch.frombuffer(bytearray(pickle.dumps(items)), dtype=torch.uint8) if items else torch.zeros(0).byte()
 
 
-def _from_bytes(data: Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())
+def from_bytes(parcel: Tensor) -> list[Any]:
+    """What `to_bytes` was given."""
+    return pickle.loads(parcel.numpy().tobytes()) if len(parcel) else []

@@ -98,7 +98,7 @@ class MiniBatch:
 
 
 @dataclass(frozen=True)
-class _Line:
+class TrajectoryLine:
     """What every rank learns of a trajectory."""
 
     index: int
@@ -113,7 +113,7 @@ class _Line:
     parts: dict[str, float]
 
     @classmethod
-    def of(cls, t: Trajectory) -> "_Line":
+    def of(cls, t: Trajectory) -> "TrajectoryLine":
         truncated = t.finish_reason == "length"
         rewards = (t.total_reward, t.reward, t.accuracy)
         return cls(t.index, len(t), t.response_length, t.actions, t.group, *rewards, truncated, t.parts)
@@ -135,17 +135,30 @@ def balance(
     from the lengths of the whole batch, which every rank learns here; no rank receives a trajectory it does not hold
     afterwards. `baselines` are rewards of greedy answers by group.
     """
-    everyone = gather_from_all((topology.dp_rank, [_Line.of(t) for t in trajectories]))
-    replica_of = [dp_rank for dp_rank, _ in everyone]
-    lines = sorted((line for _, lines in everyone for line in lines), key=lambda line: line.index)
+    everyone = gather_from_all((topology.dp_rank, [TrajectoryLine.of(t) for t in trajectories]))
+    lines = [line for _, lines in everyone for line in lines]
+    table, cost = tabulate(lines, settings, model, step, seed, topology.dp, baselines)
+    _renumber(trajectories, lines)
+    outgoing = by_rank(trajectories, [table.rank_of[t.index] for t in trajectories], topology.dp)
+    mine = exchange(outgoing, [dp_rank for dp_rank, _ in everyone])
+    return StepBatch(pack(sorted(mine, key=lambda t: t.index)), table, step, cost)
+
+
+def tabulate(
+    lines: list[TrajectoryLine],
+    settings: UpdateSettings,
+    model: ModelConfig,
+    step: int,
+    seed: int,
+    ranks: int,
+    baselines: dict[int, float] | None = None,
+) -> tuple[TrajectoryTable, WorkloadModel]:
+    """What every rank knows of a batch, and who trains what of it: the plan of `balance`, without a process."""
+    lines = sorted(lines, key=lambda line: line.index)
     lengths, groups = [line.length for line in lines], [line.group for line in lines]
-    _renumber(trajectories, [line.index for line in lines], groups)
     actions = [line.actions for line in lines]
-    mini_batches = mini_batches_of_epoch(len(lengths), settings, seed, step, epoch=0)
     cost = WorkloadModel.of(model, projected=sum(actions) / max(sum(lengths), 1))
-    rank_of = assign_ranks(mini_batches, [cost(n) for n in lengths], topology.dp)
-    outgoing = by_rank(trajectories, [rank_of[t.index] for t in trajectories], topology.dp)
-    mine = sorted(exchange(outgoing, replica_of), key=lambda t: t.index)
+    mini_batches = mini_batches_of_epoch(len(lines), settings, seed, step, epoch=0)
     table = TrajectoryTable(
         lengths=lengths,
         responses=[line.response for line in lines],
@@ -156,17 +169,17 @@ def balance(
         accuracies=[line.accuracy for line in lines],
         truncated=[line.truncated for line in lines],
         parts=[line.parts for line in lines],
-        rank_of=rank_of,
+        rank_of=assign_ranks(mini_batches, [cost(n) for n in lengths], ranks),
         kept=actions,
         baselines=None if baselines is None else [baselines[group] for group in groups],
     )
-    return StepBatch(pack(mine), table, step, cost)
+    return table, cost
 
 
-def _renumber(trajectories: list[Trajectory], indices: list[int], groups: list[int]) -> None:
+def _renumber(trajectories: list[Trajectory], lines: list[TrajectoryLine]) -> None:
     """Close gaps that trajectories which never came leave in the numbers of trajectories and groups, in place."""
-    place_of = {index: place for place, index in enumerate(indices)}
-    group_of = dict(zip(indices, _dense(groups), strict=True))
+    place_of = {index: place for place, index in enumerate(sorted(line.index for line in lines))}
+    group_of = dict(zip([line.index for line in lines], _dense([line.group for line in lines]), strict=True))
     for trajectory in trajectories:
         trajectory.group = group_of[trajectory.index]
         trajectory.index = place_of[trajectory.index]

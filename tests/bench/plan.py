@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mppo.batch.balance import WorkloadModel
-from mppo.batch.plan import BatchPlan, MicroBatchLimit, make_batch_plan, split_mini_batches
+from mppo.batch.plan import BatchPlan, MicroBatchLimit, make_batch_plan
 
 SEED = 0
 MINI_BATCHES = 8
@@ -194,25 +194,6 @@ def measure(mix: Mix, mini_batch: int, ranks: int) -> Case:
     )
 
 
-def measure_other_cuts(mini_batch: int, ranks: int) -> dict[str, float]:
-    """Worst rank over mean where other mini-batches are trained than those that were balanced."""
-    count = MINI_BATCHES * mini_batch
-    lengths = LARGE.lengths(count)
-    limit = MicroBatchLimit(tokens=2 * LARGE.cap)
-    plan = make_batch_plan(lengths, mini_batch_size=mini_batch, ranks=ranks, limit=limit, cost=COST)
-    cuts = {
-        "the same": plan.mini_batches,
-        "the whole batch": [list(range(count))],
-        "twice as large": split_mini_batches(count, 2 * mini_batch),
-        "half as large": split_mini_batches(count, mini_batch // 2),
-        "shuffled": split_mini_batches(count, mini_batch, "0"),
-    }
-    return {
-        name: max(worst_over_mean(loads_of(plan, indices, lengths, ranks)) for indices in cut)
-        for name, cut in cuts.items()
-    }
-
-
 def time_plan(sequences: int, ranks: int, mini_batch: int, repeats: int = 3) -> float:
     """Seconds, median."""
     lengths, limit = LARGE.lengths(sequences), MicroBatchLimit(tokens=2 * LARGE.cap)
@@ -260,13 +241,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     cases = [measure(mix, *size) for mix in MIXES for size in SIZES]
-    others = measure_other_cuts(1024, 64)
     seconds = time_plan(args.sequences, args.ranks, args.mini_batch)
 
     console = Console(width=120)
     console.print(table(cases))
-    console.print("1,024 over 64 ranks, where mini-batches differ from the balanced ones: ", end="")
-    console.print(", ".join(f"{name} {ratio:.3f}" for name, ratio in others.items()), highlight=False)
     worst = headline(cases)
     console.print(f"worst of the realistic mixes, where {GOAL} is possible: {worst:.4f}", highlight=False)
     console.print(f"{args.sequences:,} sequences on {args.ranks} ranks: {seconds:.2f} s", highlight=False)
@@ -274,7 +252,6 @@ def main(arguments: list[str] | None = None) -> None:
         numbers = {
             "worst_rank_over_mean": worst,
             f"plan_seconds_{args.sequences}_on_{args.ranks}": seconds,
-            "other_cuts": others,
             "cases": [asdict(case) for case in cases],
         }
         args.json.write_text(json.dumps(numbers, indent=2) + "\n")

@@ -1,0 +1,180 @@
+"""What planning a training step costs one rank, at any number of ranks: the control plane, simulated in one process.
+
+The first rank's part is run for real: it describes what it generated, reads the descriptions of all others, plans,
+hands trajectories on, cuts the micro-batches of an epoch and sums up metrics. What other ranks would send is made
+beforehand and not timed; the network's own time is left out, its bytes are counted. The number of collectives does not
+depend on the number of ranks. The global batch is the same at every size, so that more ranks each hold less of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from statistics import median
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from mppo.batch.packed import pack
+from mppo.batch.plan import by_rank
+from mppo.batch.trajectory import Trajectory
+from mppo.config import ParallelConfig
+from mppo.megatron.collectives import from_bytes, to_bytes
+from mppo.megatron.model_config import ModelConfig
+from mppo.megatron.topology import Sizes, Topology, data_parallel_size
+from mppo.trainer.batches import StepBatch, TrajectoryLine, cut_mini_batch, mini_batches_of_epoch, tabulate
+from mppo.trainer.estimate.lengths import Length
+from mppo.trainer.metrics import trajectory_metrics
+from mppo.trainer.resolve import Resolved
+
+REPEATS = 3
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of the first rank, in a training step with one epoch."""
+
+    describe: float
+    """Turn what it generated into lines of the table, and those into bytes."""
+    learn: float
+    """Read the lines of every rank."""
+    plan: float
+    """Mini-batches, and the data-parallel rank of each trajectory."""
+    hand_over: float
+    """Trajectories into bytes, and those that come here out of them."""
+    cut: float
+    """Micro-batches of every mini-batch, with the weights of their tokens."""
+    summarise: float
+    """Metrics of the whole batch."""
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class ControlPlane:
+    """Of one rank, at one number of ranks."""
+
+    ranks: int
+    data_parallel: int
+    seconds: Seconds
+    bytes_learned: int
+    """Lines of all trajectories."""
+    bytes_received: int
+    """Trajectories that this rank will train."""
+
+
+@dataclass(frozen=True)
+class _World:
+    """The batch of a training step, and who generated what of it."""
+
+    lengths: list[Length]
+    answers: int
+    """Trajectories of one prompt."""
+    ranks: int
+    topology: Topology
+
+    def dp_rank(self, rank: int) -> int:
+        """Megatron's order: tensor, context, data, pipeline."""
+        return rank // (self.topology.tp * self.topology.cp) % self.topology.dp
+
+    def trajectory(self, index: int) -> Trajectory:
+        length = self.lengths[index]
+        zeros = torch.zeros(length.total)
+        mask = torch.arange(length.total) >= length.prompt
+        return Trajectory(index, index // self.answers, zeros.long(), mask, zeros, reward=float(index % 2))
+
+    def generated_by(self, rank: int) -> list[Trajectory]:
+        return [self.trajectory(index) for index in range(rank, len(self.lengths), self.ranks)]
+
+    def lines_of(self, rank: int) -> Tensor:
+        return to_bytes([TrajectoryLine.of(t) for t in self.generated_by(rank)])
+
+    def parcels(self, rank_of: list[int]) -> list[Tensor]:
+        """What comes to the first rank, from each rank."""
+        mine = [[] for _ in range(self.ranks)]
+        for index, owner in enumerate(rank_of):
+            if owner == 0:
+                mine[index % self.ranks].append(self.trajectory(index))
+        return [to_bytes(items) for items in mine]
+
+
+def simulate(resolved: Resolved, model: ModelConfig, lengths: list[Length], ranks: int) -> ControlPlane:
+    """A training step of the configuration with trajectories of these lengths, on `ranks` ranks.
+
+    Raises ConfigError for a number of ranks that the layout does not divide.
+    """
+    parallel = resolved.config.parallel
+    world = _World(
+        lengths, resolved.config.rollout.n, ranks, _first_rank(parallel, data_parallel_size(parallel, ranks))
+    )
+    lines = [world.lines_of(rank) for rank in range(ranks)]
+    table, _ = _plan([line for parcel in lines for line in from_bytes(parcel)], world, resolved, model)
+    parcels, own = world.parcels(table.rank_of), world.generated_by(0)
+    runs = [_run(world, resolved, model, lines, parcels, own) for _ in range(REPEATS)]
+    seconds = Seconds(*(median(getattr(run, field.name) for run in runs) for field in fields(Seconds)))
+    return ControlPlane(ranks, world.topology.dp, seconds, sum(map(len, lines)), sum(map(len, parcels)))
+
+
+def _run(
+    world: _World,
+    resolved: Resolved,
+    model: ModelConfig,
+    line_parcels: list[Tensor],
+    parcels: list[Tensor],
+    own: list[Trajectory],
+) -> Seconds:
+    """The steps of `balance` and of an epoch of updates, one after another."""
+    topology, settings = world.topology, resolved.actor
+    describe, _ = _timed(lambda: to_bytes([TrajectoryLine.of(t) for t in own]))
+    learn, lines = _timed(lambda: [line for parcel in line_parcels for line in from_bytes(parcel)])
+    plan, (table, cost) = _timed(lambda: _plan(lines, world, resolved, model))
+
+    def hand_over() -> StepBatch:
+        outgoing = by_rank(own, [table.rank_of[t.index] for t in own], topology.dp)
+        packed = [to_bytes(part) for part in outgoing]
+        torch.cat([packed[world.dp_rank(rank)] for rank in range(world.ranks)])
+        mine = [t for parcel in parcels for t in from_bytes(parcel)]
+        return StepBatch(pack(sorted(mine, key=lambda t: t.index)), table, 0, cost)
+
+    handed, batch = _timed(hand_over)
+    mini_batches = mini_batches_of_epoch(len(lines), settings, resolved.config.trainer.seed, 0, 0)
+    cut, _ = _timed(lambda: [cut_mini_batch(batch, indices, settings, topology) for indices in mini_batches])
+    summarise, _ = _timed(lambda: trajectory_metrics(table))
+    return Seconds(describe, learn, plan, handed, cut, summarise)
+
+
+def _plan(lines: list[TrajectoryLine], world: _World, resolved: Resolved, model: ModelConfig):
+    return tabulate(lines, resolved.actor, model, 0, resolved.config.trainer.seed, world.topology.dp)
+
+
+def _first_rank(parallel: ParallelConfig, dp: int) -> Topology:
+    """Without process groups: nothing that is timed asks for them."""
+    places = ("rank", "tp_rank", "cp_rank", "pp_rank", "dp_rank", "ep_rank", "etp_rank")
+    return Topology(**vars(Sizes.of(parallel, dp)), **dict.fromkeys(places, 0))
+
+
+def _timed(run: Callable[[], T]) -> tuple[float, T]:
+    start = perf_counter()
+    result = run()
+    return perf_counter() - start, result
+
+
+def print_control_plane(found: list[ControlPlane], trajectories: int, console: Console) -> None:
+    """A column for each number of ranks."""
+    table = Table(title=f"planning a training step of {trajectories:,} trajectories, on one rank (ms)")
+    table.add_column("ranks")
+    for size in found:
+        table.add_column(f"{size.ranks:,}", justify="right")
+    table.add_row("data-parallel ranks", *(str(size.data_parallel) for size in found), end_section=True)
+    for field in fields(Seconds):
+        milliseconds = [1e3 * getattr(size.seconds, field.name) for size in found]
+        table.add_row(field.name.replace("_", " "), *(f"{x:.1f}" for x in milliseconds))
+    table.add_row("altogether", *(f"{1e3 * size.seconds.total:.1f}" for size in found), end_section=True)
+    table.add_row("MB learned", *(f"{size.bytes_learned / 1e6:.2f}" for size in found))
+    table.add_row("MB received", *(f"{size.bytes_received / 1e6:.2f}" for size in found))
+    console.print(table)
