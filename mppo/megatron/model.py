@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mppo.config import OptimConfig, ParallelConfig, RecomputeConfig
+from mppo.errors import ConfigError
 from mppo.megatron import platform
 from mppo.megatron.layers import decoder_spec, groups_experts, uses_transformer_engine
 from mppo.megatron.model_config import ModelConfig
@@ -73,11 +74,17 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         timers=RangeTimers(),
-        **_recompute(recompute or RecomputeConfig()),
+        **_recompute(recompute or RecomputeConfig(), dtype),
     )
 
 
-def _recompute(recompute: RecomputeConfig) -> dict[str, Any]:
+def _recompute(recompute: RecomputeConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Raises ConfigError for what Megatron-core recomputes with Transformer Engine's layers only."""
+    if "layernorm" in recompute.modules and not uses_transformer_engine(dtype):
+        raise ConfigError(
+            "recompute.modules: layernorm is recomputed by Transformer Engine's layers only (bfloat16 on a GPU);"
+            " leave it out"
+        )
     if recompute.granularity == "full":
         layers = {"recompute_method": recompute.method, "recompute_num_layers": recompute.num_layers}
         return {"recompute_granularity": "full", **layers}

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from mppo.config import ParallelConfig
+from mppo.config import ParallelConfig, RecomputeConfig
 from mppo.errors import ConfigError
+from mppo.megatron.model import transformer_config
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import check_layout, data_parallel_size
 from mppo.weights.architectures import architecture_of
@@ -43,6 +45,12 @@ def cut(**sizes) -> ParallelConfig:
 def test_a_layout_that_the_model_has_no_place_in(model, parallel, said):
     with pytest.raises(ConfigError, match=said):
         check_layout(parallel, model)
+
+
+def test_norms_are_recomputed_by_transformer_engine_only():
+    norms = RecomputeConfig(granularity="selective", modules=["layernorm"])
+    with pytest.raises(ConfigError, match="recompute.modules: layernorm"):
+        transformer_config(DENSE, cut(), torch.float32, norms)
 
 
 @pytest.mark.parametrize("parallel", [cut(), cut(ep=3), cut(ep=6), cut(tp=2, sp=True, ep=2), cut(cp=2, ep=2)])
