@@ -62,8 +62,8 @@ class RecomputeConfig:
     """
     num_layers: int = 1
     modules: list[str] = field(default_factory=lambda: ["core_attn"])
-    """Of `selective`: `core_attn`, `mlp`, with Transformer Engine's layers `layernorm`, and for mixtures of experts `moe`,
-    `moe_act`."""
+    """Of `selective`: `core_attn`, `mlp`, with Transformer Engine's layers `layernorm`, and for mixtures of experts
+    `moe`, `moe_act`."""
 
     def __post_init__(self):
         if self.granularity is not None:
