@@ -10,8 +10,9 @@ pytestmark = pytest.mark.distributed
 
 LAYOUTS = ("tp2-sp", "pp2-vpp2", "cp2", "dp2", "ep2-dp2", "tp2-sp-cp2", "pp2-vpp2-dp2")
 CASES = covering_cases(LAYOUTS, LOSSES, MODES, list(CUTS))
-BF16_LIMIT = 0.05
-"""bf16 against float32: weights and activations round at 0.4%, and ratios near a clip may fall on its other side."""
+BF16_LIMIT = 0.02
+"""bf16 against float32 on one process: weights and activations round at 0.4%. Measured over four layouts: 0.0125."""
+BF16_CASES = covering_cases(["tp2-sp", "cp2"], LOSSES, MODES, list(CUTS))
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +30,11 @@ def test_the_subset_covers_every_loss_with_every_mode_and_every_cut():
     assert {(case.loss, case.cut) for case in CASES} == {(loss, cut) for loss in LOSSES for cut in CUTS}
 
 
-def test_bf16_stays_near_float32():
-    """Losses without a clip: where one sits on the edge, rounding decides."""
-    cases = covering_cases(["tp2-sp", "cp2"], ["reinforce", "value"], ["token-mean"], ["many"])
-    for result in run_cases(cases, dtype="bfloat16"):
-        assert result.errors["gradient"] <= BF16_LIMIT, result
+@pytest.fixture(scope="module")
+def results_in_bf16():
+    return {result.case: result for result in run_cases(BF16_CASES, dtype="bfloat16")}
+
+
+@pytest.mark.parametrize("case", BF16_CASES, ids=lambda case: case.name)
+def test_bf16_stays_near_float32(results_in_bf16, case):
+    assert results_in_bf16[case].worst <= BF16_LIMIT, results_in_bf16[case].errors
