@@ -24,6 +24,12 @@ def _per_trajectory(**kwargs):
     return field(metadata={"per_trajectory": True}, **kwargs)
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on `device`; a copy from the host to a GPU goes through pinned memory and is not waited for."""
+    pinned = x.pin_memory() if device.type == "cuda" and not x.is_cuda else x
+    return pinned.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """S trajectories in T positions. All per-token fields are cut alike (`select`)."""
@@ -102,19 +108,14 @@ class PackedBatch:
     @cached_property
     def segments(self) -> Segments:
         segments = Segments.from_cu_seqlens(self.cu_seqlens)  # on the host: no waiting for the device
-        return replace(segments, ids=segments.ids.to(self.tokens.device))
+        return replace(segments, ids=to_device(segments.ids, self.tokens.device))
 
     def with_fields(self, **values: Tensor) -> "PackedBatch":
         return replace(self, **values)
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """Move everything but the boundaries, which the host reads. A copy to a GPU is not waited for."""
-
-        def move(_: str, x: Tensor) -> Tensor:
-            pinned = x.pin_memory() if device.type == "cuda" and not x.is_cuda else x
-            return pinned.to(device, non_blocking=True)
-
-        return self._map(move, move)
+        """Move everything but the boundaries, which the host reads; see `to_device`."""
+        return self._map(lambda _, x: to_device(x, device), lambda _, x: to_device(x, device))
 
     def _map(self, per_token: Callable[[str, Tensor], Tensor], per_trajectory: Callable[[str, Tensor], Tensor]):
         """This batch with every vector it has replaced by what the function of its kind makes of it."""

@@ -2,61 +2,85 @@
 
 import argparse
 import json
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from math import lcm
 
 from rich.console import Console
 
 from mppo.cli.compose import load_config
+from mppo.config import ParallelConfig
 from mppo.errors import ConfigError
-from mppo.megatron.topology import check_layout, data_parallel_size
-from mppo.trainer.control_plane import print_control_plane, simulate
-from mppo.trainer.estimate import estimate_actor, mix_of
+from mppo.megatron.topology import data_parallel_size
+from mppo.trainer.checks import check_models
+from mppo.trainer.control_plane import ControlPlane, print_control_plane, simulate
+from mppo.trainer.estimate import Estimate, estimate_actor, mix_of
 from mppo.trainer.estimate.tables import print_estimate
 from mppo.trainer.plan import make_plan, print_plan
 from mppo.trainer.resolve import Resolved, resolve
 from mppo.weights.pretrained import read_critic_config, read_model_config
 
+LENGTHS = ("lengths", "prompt_tokens", "response_tokens", "response_sigma")
+
+
+@dataclass(frozen=True)
+class OfModel:
+    """What is said where a model is given."""
+
+    estimate: Estimate
+    control_plane: list[ControlPlane] | None
+
 
 def plan(options: argparse.Namespace) -> int:
-    """Print the plan, and where a model is given the estimate and, if it is asked for, the simulation."""
+    """Print the plan, and where a model is given the estimate and, if it is asked for, the simulation.
+
+    Raises ConfigError for an option that has no effect, or that a run would be refused with.
+    """
     config = load_config(options.config_name, options.overrides, options.config_dir)
-    parallel = config.parallel
-    replica = (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
-    world_size = options.world_size or replica
-    resolved = resolve(config, data_parallel_size(parallel, world_size))
-    found: dict[str, Any] = {"estimate": None, "control_plane": None}
+    world_size = _replica(config.parallel) if options.world_size is None else options.world_size
+    if world_size < 1:
+        raise ConfigError(f"--world-size is {world_size}; it must be at least 1")
+    resolved = resolve(config, data_parallel_size(config.parallel, world_size))
+    planned, of_model = make_plan(resolved, world_size), None
     if config.model.path or config.model.preset:
-        found = _of_model(options, resolved)
-    elif options.control_plane:
-        raise ConfigError("--control-plane balances by the cost of the model: give model.path or model.preset")
-    planned = make_plan(resolved, world_size)
+        of_model = _of_model(options, resolved)
+    else:
+        _refuse_without_model(options)
     if options.json:
-        print(json.dumps(asdict(planned) | found, default=asdict, indent=2))
+        found = {"estimate": None, "control_plane": None} if of_model is None else asdict(of_model)
+        print(json.dumps(asdict(planned) | found, indent=2))
         return 0
     console = Console()
     print_plan(planned, console)
-    if found["estimate"] is not None:
-        print_estimate(found["estimate"], console)
-    if found["control_plane"] is not None:
-        print_control_plane(found["control_plane"], resolved.trajectories, console)
+    if of_model is not None:
+        print_estimate(of_model.estimate, console)
+        if of_model.control_plane:
+            print_control_plane(of_model.control_plane, resolved.trajectories, console)
     return 0
 
 
-def _of_model(options: argparse.Namespace, resolved: Resolved) -> dict[str, Any]:
-    """The estimate and the simulation."""
+def _replica(parallel: ParallelConfig) -> int:
+    """The least number of processes."""
+    pp = parallel.pipeline_model_parallel_size
+    return pp * lcm(parallel.model_parallel_size // pp, parallel.expert_model_parallel_size)
+
+
+def _of_model(options: argparse.Namespace, resolved: Resolved) -> OfModel:
     config = resolved.config
     model = read_model_config(config.model)
-    critic = resolved.critic and (resolved.critic_parallel, read_critic_config(config.critic, model))
-    check_layout(config.parallel, model, critic)
+    check_models(resolved, model, read_critic_config(config.critic, model) if resolved.critic else None)
     mix = mix_of(config.data, options.lengths, options.prompt_tokens, options.response_tokens, options.response_sigma)
     simulated = None
     if options.control_plane:
         lengths = mix.step(resolved.trajectories)
         simulated = [simulate(resolved, model, lengths, ranks) for ranks in _ranks(options.control_plane)]
-    return {"estimate": estimate_actor(resolved, model, mix), "control_plane": simulated}
+    return OfModel(estimate_actor(resolved, model, mix), simulated)
+
+
+def _refuse_without_model(options: argparse.Namespace) -> None:
+    for name in (*LENGTHS, "control_plane"):
+        if getattr(options, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} has no effect without a model: give model.path or model.preset")
 
 
 def _ranks(given: str) -> list[int]:

@@ -24,6 +24,11 @@ class ParallelConfig:
     """How long a collective may wait for a rank."""
 
     @property
+    def model_parallel_size(self) -> int:
+        """Ranks of one replica of the model: TP x PP x CP."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
     def expert_tensor_parallel_size(self) -> int:
         """Ranks over which one expert is cut: those of tensor parallelism, or with expert parallelism none.
 
@@ -62,10 +67,12 @@ class RecomputeConfig:
     """
     num_layers: int = 1
     modules: list[str] = field(default_factory=lambda: ["core_attn"])
-    """Of `selective`: `core_attn`, `mlp`, with Transformer Engine's layers `layernorm`, and for mixtures of experts
-    `moe`, `moe_act`."""
+    """Of `selective`: `core_attn`, `mlp`, for mixtures of experts `moe`, and with Transformer Engine's layers
+    `layernorm` and `moe_act`."""
 
     def __post_init__(self):
+        for module in self.modules:
+            one_of("recompute.modules", module, ("core_attn", "mlp", "layernorm", "moe", "moe_act"))
         if self.granularity is not None:
             one_of("recompute.granularity", self.granularity, ("full", "selective"))
         one_of("recompute.method", self.method, ("uniform", "block"))

@@ -18,6 +18,9 @@ from mppo.errors import MppoError
 from mppo.megatron import platform
 from mppo.megatron.topology import Topology
 
+WIDTH = 256
+"""Columns of a field of vectors that are exchanged at a time."""
+
 
 def _reduced(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce a copy of `x`, which stays where it was."""
@@ -62,12 +65,19 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.P
     """The first `sent[0]` rows of `x [N, ...]` go to rank 0 of the group, the next `sent[1]` to rank 1, and so on.
 
     Returns the rows that come here, `received[r]` of them from rank r, in order of rank. They travel as bytes, so that
-    any dtype does.
+    any dtype does; what stays does not travel, and of wide rows only WIDTH columns at a time are on the device.
     """
-    rows = x.contiguous().unsqueeze(-1).view(torch.uint8).to(platform.device())
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows, received, sent, group)
-    return arrived.view(x.dtype).squeeze(-1).to(x.device)
+    if x.dim() > 1 and x.size(1) > WIDTH:
+        return torch.cat([exchange_rows(columns, sent, received, group) for columns in x.split(WIDTH, dim=1)], dim=1)
+    me, pieces = group.rank(), list(x.split(sent))
+    here, pieces[me] = pieces[me], x[:0]
+    sizes = [0 if rank == me else size for rank, size in enumerate(received)]
+    rows = torch.cat(pieces).unsqueeze(-1).view(torch.uint8).to(platform.device())
+    arrived = rows.new_empty(sum(sizes), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows, sizes, [len(piece) for piece in pieces], group)
+    coming = list(arrived.view(x.dtype).squeeze(-1).to(x.device).split(sizes))
+    coming[me] = here
+    return torch.cat(coming)
 
 
 def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tensor:

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mppo.batch.packed import to_device
 from mppo.megatron import platform
 from mppo.megatron.router import Router
 
@@ -46,7 +47,7 @@ def packed_seq_params(cu_seqlens: Tensor, context_parallel_size: int = 1) -> Hos
     Megatron is told the boundaries of whole sequences, of which this rank holds one part in `context_parallel_size`.
     """
     whole = cu_seqlens * context_parallel_size
-    on_device = platform.on_device(whole.int())
+    on_device = to_device(whole.int(), platform.device())
     lengths = tuple(whole.diff().tolist())
     longest = max(lengths)
     return HostPackedSeqParams(

@@ -80,11 +80,12 @@ def transformer_config(
 
 def _recompute(recompute: RecomputeConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Raises ConfigError for what Megatron-core recomputes with Transformer Engine's layers only."""
-    if "layernorm" in recompute.modules and not uses_transformer_engine(dtype):
-        raise ConfigError(
-            "recompute.modules: layernorm is recomputed by Transformer Engine's layers only (bfloat16 on a GPU);"
-            " leave it out"
-        )
+    for module in ("layernorm", "moe_act"):
+        if module in recompute.modules and not uses_transformer_engine(dtype):
+            raise ConfigError(
+                f"recompute.modules: {module} is recomputed by Transformer Engine's layers only (bfloat16 on a GPU);"
+                " leave it out of model.recompute, or of critic.recompute if the critic alone has another dtype"
+            )
     if recompute.granularity == "full":
         layers = {"recompute_method": recompute.method, "recompute_num_layers": recompute.num_layers}
         return {"recompute_granularity": "full", **layers}

@@ -37,11 +37,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else CPU
 
 
-def on_device(x: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor of the host on this process's device, which nobody waits for."""
-    return x.pin_memory().to(device(), non_blocking=True) if has_cuda() else x
-
-
 def backend() -> str:
     return "nccl" if has_cuda() else "gloo"
 

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from mppo.batch.packed import PackedBatch
+from mppo.batch.packed import PackedBatch, to_device
 from mppo.megatron import platform
 from mppo.megatron.head import LastHidden
 from mppo.megatron.layers import packed_seq_params
@@ -49,7 +49,7 @@ class ForwardStep:
         if not unwrap_model(model).post_process:
             return _run(model, whole), _no_closure
         rows, actions = self._actions(whole, get_model_config(model))
-        with _head_sees(platform.on_device(rows), model, self.closure.wants_hidden):
+        with _head_sees(to_device(rows, platform.device()), model, self.closure.wants_hidden):
             output = _run(model, whole)
         return output, partial(self._close, actions.to(platform.device()), model)
 
@@ -70,8 +70,8 @@ class ForwardStep:
 
 def _run(model: torch.nn.Module, batch: PackedBatch) -> Tensor:
     return model(
-        input_ids=platform.on_device(batch.tokens[None]),
-        position_ids=platform.on_device(batch.positions[None]),
+        input_ids=to_device(batch.tokens[None], platform.device()),
+        position_ids=to_device(batch.positions[None], platform.device()),
         attention_mask=None,
         padding_mask=_padding_mask(batch, model),
         packed_seq_params=packed_seq_params(batch.cu_seqlens, get_model_config(model).context_parallel_size),
@@ -91,7 +91,7 @@ def _padding_mask(batch: PackedBatch, model: torch.nn.Module) -> Tensor | None:
     config = get_model_config(model)
     if config.num_moe_experts is None:
         return None
-    padding = platform.on_device(~batch.real[None])
+    padding = to_device(~batch.real[None], platform.device())
     if config.sequence_parallel and not unwrap_model(model).pre_process:
         padding = padding.chunk(config.tensor_model_parallel_size, dim=1)[get_tensor_model_parallel_rank()]
     return padding

@@ -59,6 +59,10 @@ class Sizes:
         chunks = 2 if self.cp > 1 else 1
         return math.lcm(chunks, self.tp) if self.sequence_parallel else chunks
 
+    def dp_rank_of(self, rank: int) -> int:
+        """The data-parallel rank of a rank of the world; Megatron counts tensor, context, data, pipeline."""
+        return rank // (self.tp * self.cp) % self.dp
+
     def padded_length(self, length: int) -> int:
         """Tokens that a trajectory takes up on all context-parallel ranks together."""
         return length if self.cp == 1 else -(-length // (2 * self.cp)) * 2 * self.cp
@@ -134,9 +138,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
     Experts are dealt out to ranks of one pipeline stage, so their number of ranks divides the other sizes' product.
     """
-    model_parallel = (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
+    model_parallel = parallel.model_parallel_size
     if world_size % model_parallel:
         raise ConfigError(
             f"{world_size} processes cannot be cut into TP {parallel.tensor_model_parallel_size}"

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from mppo.config import Config
-from mppo.errors import ConfigError
 from mppo.megatron import platform, topology
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks
@@ -16,6 +15,7 @@ from mppo.rollout.engine import RolloutEngine, SamplingParams
 from mppo.rollout.local import LocalEngine
 from mppo.rollout.prompts import PromptSet, load_prompts
 from mppo.trainer.checkpoints import Checkpoints
+from mppo.trainer.checks import check_models
 from mppo.trainer.reporter import Reporter, SilentReporter
 from mppo.trainer.resolve import Resolved, resolve
 from mppo.trainer.roles import ReferenceRole, TrainableRole
@@ -51,7 +51,7 @@ def assemble(config: Config) -> Parts:
     resolved = resolve(config, topology.data_parallel_size(config.parallel, world_size))
     model = open_model(config.model, config.trainer.seed)
     critic_model = None if resolved.critic is None else open_critic(config.critic, model)
-    _check_models(resolved, model, critic_model)
+    check_models(resolved, model.config, None if critic_model is None else critic_model.config)
     train_prompts, val_prompts = _prompts(config, model)
 
     place = topology.initialize(config.parallel, config.trainer.seed)
@@ -81,19 +81,6 @@ def assemble(config: Config) -> Parts:
         reporter=Reporter(out_dir, steps) if is_first else SilentReporter(),
         checkpoints=Checkpoints(out_dir, config.trainer.resume),
     )
-
-
-def _check_models(resolved: Resolved, model: PretrainedModel, critic: PretrainedModel | None) -> None:
-    topology.check_layout(
-        resolved.config.parallel, model.config, None if critic is None else (resolved.critic_parallel, critic.config)
-    )
-    longest = resolved.config.data.max_prompt_length + resolved.config.data.max_response_length
-    for name, opened in (("model", model), ("critic", critic)):
-        if opened is not None and longest > opened.config.max_position_embeddings:
-            raise ConfigError(
-                f"data.max_prompt_length + data.max_response_length = {longest}, but the {name} has positions for"
-                f" {opened.config.max_position_embeddings}; lower one of them"
-            )
 
 
 def _prompts(config: Config, model: PretrainedModel) -> tuple[PromptSet, PromptSet | None]:

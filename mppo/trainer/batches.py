@@ -71,6 +71,8 @@ class StepBatch:
     step: int
     cost: WorkloadModel
     """What a pass of the actor over a trajectory costs, by its tokens; the critic's are planned by the same."""
+    balanced: list[list[int]] | None = None
+    """The mini-batches that `table.rank_of` was made for."""
 
     def with_fields(self, **fields) -> "StepBatch":
         return replace(self, packed=self.packed.with_fields(**fields))
@@ -137,28 +139,26 @@ def balance(
     """
     everyone = gather_from_all((topology.dp_rank, [TrajectoryLine.of(t) for t in trajectories]))
     lines = [line for _, lines in everyone for line in lines]
-    table, cost = tabulate(lines, settings, model, step, seed, topology.dp, baselines)
+    mini_batches = mini_batches_of_epoch(len(lines), settings, seed, step, epoch=0)
+    table, cost = tabulate(lines, mini_batches, model, topology.dp, baselines)
     _renumber(trajectories, lines)
     outgoing = by_rank(trajectories, [table.rank_of[t.index] for t in trajectories], topology.dp)
     mine = exchange(outgoing, [dp_rank for dp_rank, _ in everyone])
-    return StepBatch(pack(sorted(mine, key=lambda t: t.index)), table, step, cost)
+    return StepBatch(pack(sorted(mine, key=lambda t: t.index)), table, step, cost, mini_batches)
 
 
 def tabulate(
     lines: list[TrajectoryLine],
-    settings: UpdateSettings,
+    mini_batches: list[list[int]],
     model: ModelConfig,
-    step: int,
-    seed: int,
     ranks: int,
     baselines: dict[int, float] | None = None,
 ) -> tuple[TrajectoryTable, WorkloadModel]:
-    """What every rank knows of a batch, and who trains what of it: the plan of `balance`, without a process."""
+    """What every rank knows of a batch, which of `ranks` data-parallel ranks trains what, and what that costs."""
     lines = sorted(lines, key=lambda line: line.index)
     lengths, groups = [line.length for line in lines], [line.group for line in lines]
     actions = [line.actions for line in lines]
     cost = WorkloadModel.of(model, projected=sum(actions) / max(sum(lengths), 1))
-    mini_batches = mini_batches_of_epoch(len(lines), settings, seed, step, epoch=0)
     table = TrajectoryTable(
         lengths=lengths,
         responses=[line.response for line in lines],

@@ -1,9 +1,10 @@
 """What planning a training step costs one rank, at any number of ranks: the control plane, simulated in one process.
 
 The first rank's part is run for real: it describes what it generated, reads the descriptions of all others, plans,
-hands trajectories on, cuts the micro-batches of an epoch and sums up metrics. What other ranks would send is made
-beforehand and not timed; the network's own time is left out, its bytes are counted. The number of collectives does not
-depend on the number of ranks. The global batch is the same at every size, so that more ranks each hold less of it.
+exchanges trajectories, cuts the micro-batches of the anchor's pass and of an epoch, and works out metrics. What other
+ranks would send is made beforehand and not timed; the network's own time is left out, its bytes are counted. The number
+of collectives does not depend on the number of ranks. The global batch is the same at every size, so that more ranks
+each hold less of it. Later epochs, where they are shuffled, plan and exchange again.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from mppo.batch.balance import WorkloadModel
 from mppo.batch.packed import pack
 from mppo.batch.plan import by_rank
 from mppo.batch.trajectory import Trajectory
@@ -24,7 +26,17 @@ from mppo.config import ParallelConfig
 from mppo.megatron.collectives import from_bytes, to_bytes
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Sizes, Topology, data_parallel_size
-from mppo.trainer.batches import StepBatch, TrajectoryLine, cut_mini_batch, mini_batches_of_epoch, tabulate
+from mppo.trainer.batches import (
+    StepBatch,
+    TrajectoryLine,
+    TrajectoryTable,
+    check_budgets,
+    cut_mini_batch,
+    for_rank,
+    micro_batches,
+    mini_batches_of_epoch,
+    tabulate,
+)
 from mppo.trainer.estimate.lengths import Length
 from mppo.trainer.metrics import trajectory_metrics
 from mppo.trainer.resolve import Resolved
@@ -37,18 +49,18 @@ T = TypeVar("T")
 class Seconds:
     """Of the first rank, in a training step with one epoch."""
 
-    describe: float
-    """Turn what it generated into lines of the table, and those into bytes."""
-    learn: float
-    """Read the lines of every rank."""
+    serialize: float
+    """What it generated, as lines of the table, into bytes."""
+    gather: float
+    """The lines of every rank out of bytes."""
     plan: float
-    """Mini-batches, and the data-parallel rank of each trajectory."""
-    hand_over: float
-    """Trajectories into bytes, and those that come here out of them."""
-    cut: float
-    """Micro-batches of every mini-batch, with the weights of their tokens."""
-    summarise: float
-    """Metrics of the whole batch."""
+    """Mini-batches, the data-parallel rank of each trajectory, and whether each fits a micro-batch."""
+    exchange: float
+    """Trajectories into bytes, and those that come here out of them, packed."""
+    micro_batches: float
+    """Of the anchor's pass, where there is one, and of every mini-batch, with the weights of their tokens."""
+    metrics: float
+    """Of the table: what every rank knows of the whole batch."""
 
     @property
     def total(self) -> float:
@@ -62,7 +74,7 @@ class ControlPlane:
     ranks: int
     data_parallel: int
     seconds: Seconds
-    bytes_learned: int
+    bytes_gathered: int
     """Lines of all trajectories."""
     bytes_received: int
     """Trajectories that this rank will train."""
@@ -77,10 +89,6 @@ class _World:
     """Trajectories of one prompt."""
     ranks: int
     topology: Topology
-
-    def dp_rank(self, rank: int) -> int:
-        """Megatron's order: tensor, context, data, pipeline."""
-        return rank // (self.topology.tp * self.topology.cp) % self.topology.dp
 
     def trajectory(self, index: int) -> Trajectory:
         length = self.lengths[index]
@@ -106,7 +114,8 @@ class _World:
 def simulate(resolved: Resolved, model: ModelConfig, lengths: list[Length], ranks: int) -> ControlPlane:
     """A training step of the configuration with trajectories of these lengths, on `ranks` ranks.
 
-    Raises ConfigError for a number of ranks that the layout does not divide.
+    Raises ConfigError for a number of ranks that the layout does not divide, and DataError that names a trajectory over
+    the token budget of a micro-batch.
     """
     parallel = resolved.config.parallel
     world = _World(
@@ -129,27 +138,42 @@ def _run(
     own: list[Trajectory],
 ) -> Seconds:
     """The steps of `balance` and of an epoch of updates, one after another."""
-    topology, settings = world.topology, resolved.actor
-    describe, _ = _timed(lambda: to_bytes([TrajectoryLine.of(t) for t in own]))
-    learn, lines = _timed(lambda: [line for parcel in line_parcels for line in from_bytes(parcel)])
-    plan, (table, cost) = _timed(lambda: _plan(lines, world, resolved, model))
+    topology = world.topology
+    serialized, _ = _timed(lambda: to_bytes([TrajectoryLine.of(t) for t in own]))
+    gathered, lines = _timed(lambda: [line for parcel in line_parcels for line in from_bytes(parcel)])
+    planned, (table, cost) = _timed(lambda: _plan(lines, world, resolved, model))
 
-    def hand_over() -> StepBatch:
+    def exchange() -> StepBatch:
         outgoing = by_rank(own, [table.rank_of[t.index] for t in own], topology.dp)
         packed = [to_bytes(part) for part in outgoing]
-        torch.cat([packed[world.dp_rank(rank)] for rank in range(world.ranks)])
+        torch.cat([packed[topology.dp_rank_of(rank)] for rank in range(world.ranks)])
         mine = [t for parcel in parcels for t in from_bytes(parcel)]
         return StepBatch(pack(sorted(mine, key=lambda t: t.index)), table, 0, cost)
 
-    handed, batch = _timed(hand_over)
-    mini_batches = mini_batches_of_epoch(len(lines), settings, resolved.config.trainer.seed, 0, 0)
-    cut, _ = _timed(lambda: [cut_mini_batch(batch, indices, settings, topology) for indices in mini_batches])
-    summarise, _ = _timed(lambda: trajectory_metrics(table))
-    return Seconds(describe, learn, plan, handed, cut, summarise)
+    exchanged, batch = _timed(exchange)
+    cut, _ = _timed(lambda: _cut(batch, resolved, topology))
+    metrics, _ = _timed(lambda: trajectory_metrics(table))
+    return Seconds(serialized, gathered, planned, exchanged, cut, metrics)
 
 
-def _plan(lines: list[TrajectoryLine], world: _World, resolved: Resolved, model: ModelConfig):
-    return tabulate(lines, resolved.actor, model, 0, resolved.config.trainer.seed, world.topology.dp)
+def _plan(
+    lines: list[TrajectoryLine], world: _World, resolved: Resolved, model: ModelConfig
+) -> tuple[TrajectoryTable, WorkloadModel]:
+    table, cost = tabulate(lines, _mini_batches(len(lines), resolved), model, world.topology.dp)
+    check_budgets(table, resolved.actor.limits, world.topology)
+    return table, cost
+
+
+def _cut(batch: StepBatch, resolved: Resolved, topology: Topology) -> None:
+    if resolved.makes_old_pass:
+        for piece in micro_batches(batch, list(range(len(batch.table))), resolved.actor.infer_limit, topology):
+            for_rank(piece, topology)
+    for indices in _mini_batches(len(batch.table), resolved):
+        cut_mini_batch(batch, indices, resolved.actor, topology)
+
+
+def _mini_batches(count: int, resolved: Resolved) -> list[list[int]]:
+    return mini_batches_of_epoch(count, resolved.actor, resolved.config.trainer.seed, step=0, epoch=0)
 
 
 def _first_rank(parallel: ParallelConfig, dp: int) -> Topology:
@@ -175,6 +199,6 @@ def print_control_plane(found: list[ControlPlane], trajectories: int, console: C
         milliseconds = [1e3 * getattr(size.seconds, field.name) for size in found]
         table.add_row(field.name.replace("_", " "), *(f"{x:.1f}" for x in milliseconds))
     table.add_row("altogether", *(f"{1e3 * size.seconds.total:.1f}" for size in found), end_section=True)
-    table.add_row("MB learned", *(f"{size.bytes_learned / 1e6:.2f}" for size in found))
+    table.add_row("MB gathered", *(f"{size.bytes_gathered / 1e6:.2f}" for size in found))
     table.add_row("MB received", *(f"{size.bytes_received / 1e6:.2f}" for size in found))
     console.print(table)

@@ -23,7 +23,9 @@ def balanced_mini_batches(
     workloads = [batch.cost(length) for length in batch.table.lengths]
     for epoch in range(settings.epochs):
         mini_batches = mini_batches_of_epoch(len(workloads), settings, seed, batch.step, epoch)
-        batch = redistribute(batch, assign_ranks(mini_batches, workloads, topology.dp), topology)
+        if mini_batches != batch.balanced:
+            batch = redistribute(batch, assign_ranks(mini_batches, workloads, topology.dp), topology)
+            batch = replace(batch, balanced=mini_batches)
         for indices in mini_batches:
             yield batch, indices
 

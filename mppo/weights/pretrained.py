@@ -43,17 +43,11 @@ def open_model(model: ModelSource, seed: int) -> PretrainedModel:
             tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={model.path}: its tokenizer cannot be read: {error}") from error
-    architecture = architecture_of(hf_config)
-    config = architecture.model_config(hf_config, model.make_vocab_size_divisible_by)
-    if model.moe_aux_loss_coeff and config.num_experts is None:
-        raise ConfigError(
-            f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} would have no effect: the model is dense; unset it"
-        )
     return PretrainedModel(
         hf_config=hf_config,
         tokenizer=tokenizer,
-        architecture=architecture,
-        config=replace(config, moe_aux_loss_coeff=model.moe_aux_loss_coeff),
+        architecture=architecture_of(hf_config),
+        config=_model_config(model, hf_config),
         source=source,
         dtype=getattr(torch, model.dtype),
     )
@@ -105,7 +99,16 @@ def read_model_config(model: ModelSource) -> ModelConfig:
         hf_config, _ = PRESETS.get(model.preset).fn(dict(model.preset_options))
     else:
         hf_config = read_hf_config(model.path, "model.path")
-    return architecture_of(hf_config).model_config(hf_config, model.make_vocab_size_divisible_by)
+    return _model_config(model, hf_config)
+
+
+def _model_config(model: ModelSource, hf_config: Any) -> ModelConfig:
+    config = architecture_of(hf_config).model_config(hf_config, model.make_vocab_size_divisible_by)
+    if model.moe_aux_loss_coeff and config.num_experts is None:
+        raise ConfigError(
+            f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} would have no effect: the model is dense; unset it"
+        )
+    return replace(config, moe_aux_loss_coeff=model.moe_aux_loss_coeff)
 
 
 def _check_given(model: ModelSource) -> None:

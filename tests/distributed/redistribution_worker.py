@@ -15,7 +15,7 @@ from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.plan import MicroBatchLimit, assign_ranks
 from mppo.config import ParallelConfig
 from mppo.megatron import topology as layouts
-from mppo.megatron.collectives import gather_from_all
+from mppo.megatron.collectives import WIDTH, gather_from_all
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import StepBatch, TrajectoryTable, mini_batches_of_epoch
 from mppo.trainer.redistribution import balanced_mini_batches, redistribute
@@ -34,7 +34,8 @@ class Place:
 
     def __init__(self, topology: Topology):
         self.topology = topology
-        self.whole = with_every_field(pack([trajectory([0] + [1] * (n - 1), index=i) for i, n in enumerate(LENGTHS)]))
+        trajectories = [trajectory([0] + [1] * (n - 1), index=i) for i, n in enumerate(LENGTHS)]
+        self.whole = with_every_field(pack(trajectories), hidden=WIDTH + 3)
 
     def held(self, rank_of: list[int]) -> PackedBatch:
         """Only a last stage has hidden states."""
@@ -99,6 +100,7 @@ def main(results: Path) -> None:
     found = {}
     for name, parallel in CASES.items():
         place = Place(layouts.initialize(parallel, seed=1))
+        assert place.topology.dp_rank == place.topology.dp_rank_of(dist.get_rank())
         found[name] = gather_from_all({"moves": place.moves(), "epochs": place.epochs()})
         layouts.parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:

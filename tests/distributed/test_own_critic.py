@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.distributed.launch import torchrun_results
 from tests.distributed.model_folders import write_model
 from tests.distributed.train_runs import train
 
@@ -45,6 +46,21 @@ def other_family(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_process(other_family, tmp_path_factory):
     return train("class", 1, tmp_path_factory.mktemp("one"), *layout(1, 1), *other_family)
+
+
+def test_what_is_its_own_reaches_the_critic_and_not_the_actor(other_family, tmp_path):
+    own = (f"{OWN_STAGES}=4", "critic.recompute={granularity: full}", "critic.dtype=bfloat16")
+    resting = "critic.optim.state_placement=host"
+    overrides = ("class", *layout(1, 2), *other_family, *own, resting)
+    found = torchrun_results("assemble_worker.py", 2, tmp_path / "found.json", *overrides)
+    actor, critic = found["actor"], found["critic"]
+    cut = ("chunks", "layers", "recompute", "multiple", "dtype")
+    assert [actor[name] for name in cut] == [1, 4, None, 1, "torch.float32"]
+    assert [critic[name] for name in cut] == [4, 8, "full", 2, "torch.bfloat16"]
+
+    assert not any(actor["parked"].values()), "nothing of the actor rests in host memory"
+    assert critic["parked"]["state"] > 0 and critic["parked"]["weights"] == critic["parked"]["gradients"] == 0
+    assert not any(critic["occupied"].values()), "during an update everything is on the device"
 
 
 def test_the_critic_alone_is_interleaved_and_recomputed(other_family, one_process, tmp_path):

@@ -1,4 +1,4 @@
-"""The simulated control plane runs what training runs, at any number of ranks."""
+"""What the simulated control plane of `mppo plan` counts, and what it refuses."""
 
 import json
 
@@ -23,17 +23,12 @@ def simulated(capsys, ranks: str) -> list[dict]:
     return json.loads(capsys.readouterr().out)["control_plane"]
 
 
-def test_more_ranks_learn_the_same_lines_and_receive_less_each(capsys):
+def test_more_ranks_gather_the_same_lines_and_receive_less_each(capsys):
     few, many = simulated(capsys, "2,128")
     assert (few["data_parallel"], many["data_parallel"]) == (1, 64)
     assert many["bytes_received"] < few["bytes_received"] / 16
     overhead_of_a_parcel = 500
-    assert few["bytes_learned"] <= many["bytes_learned"] < few["bytes_learned"] + 128 * overhead_of_a_parcel
-
-
-def test_every_part_takes_time(capsys):
-    (found,) = simulated(capsys, "8")
-    assert all(seconds > 0 for seconds in found["seconds"].values())
+    assert few["bytes_gathered"] <= many["bytes_gathered"] < few["bytes_gathered"] + 128 * overhead_of_a_parcel
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The estimate of `mppo plan` counts what transformers counts, follows the layout, and plans whole mixes of lengths."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -146,18 +147,26 @@ def test_a_spread_keeps_its_mean_is_cut_at_the_longest_and_is_the_same_each_time
 def test_a_file_gives_each_of_its_lines_as_often_as_any_other(tmp_path):
     file = tmp_path / "lengths.jsonl"
     file.write_text('{"prompt": 3, "response": 4, "reward": 1}\n\n{"prompt": 5, "response": 6}\n')
-    step = Sample.read(str(file)).step(6)
+    step = Sample.read(str(file), DATA).step(6)
     assert sorted((length.prompt, length.response) for length in step) == 3 * [(3, 4)] + 3 * [(5, 6)]
 
 
 @pytest.mark.parametrize(
-    "line", ['{"prompt": 3}', "3", "nothing", '{"prompt": 3, "response": 0}', '{"prompt": 3.5, "response": 4}']
+    "line",
+    [
+        '{"prompt": 3, "response": 401}',
+        '{"prompt": 3}',
+        "3",
+        "nothing",
+        '{"prompt": 3, "response": 0}',
+        '{"prompt": 3.5, "response": 4}',
+    ],
 )
 def test_a_line_that_gives_no_lengths_is_named(tmp_path, line):
     file = tmp_path / "lengths.jsonl"
     file.write_text(f'{{"prompt": 3, "response": 4}}\n{line}\n')
     with pytest.raises(ConfigError, match="--lengths .*line 2: .*response"):
-        Sample.read(str(file))
+        Sample.read(str(file), DATA)
 
 
 def test_options_that_cannot_be_are_named(tmp_path):
@@ -169,8 +178,10 @@ def test_options_that_cannot_be_are_named(tmp_path):
         mix_of(DATA, None, None, None, -1.0)
     with pytest.raises(ConfigError, match="--prompt-tokens is 0"):
         mix_of(DATA, None, 0, None, None)
-    with pytest.raises(ConfigError, match="--response-tokens is 401, over data.max_response_length=400"):
+    with pytest.raises(ConfigError, match="a response of 401 tokens, over data.max_response_length=400"):
         mix_of(DATA, None, None, 401, None)
+    with pytest.raises(ConfigError, match="--response-sigma is inf"):
+        mix_of(DATA, None, None, None, math.inf)
     assert mix_of(DATA, None, None, None, None) == Spread(100, 400, 400)
 
 

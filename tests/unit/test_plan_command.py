@@ -83,6 +83,25 @@ def test_a_world_that_cannot_be_cut_says_which_numbers_to_change(capsys):
     assert "6 processes" in message and "TP 4" in message and "tensor_model_parallel_size" in message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--world-size=0"], "--world-size is 0; it must be at least 1"),
+        (["--prompt-tokens=5"], "--prompt-tokens has no effect without a model"),
+        (["model.preset=char", "model.moe_aux_loss_coeff=0.1"], "the model is dense; unset it"),
+        (["model.preset=char", "data.max_response_length=100000"], "lower one of them"),
+    ],
+)
+def test_what_a_run_would_be_refused_with_is_refused(capsys, arguments, said):
+    assert main(["plan", *EXAMPLE, *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_experts_make_the_least_world_larger(capsys):
+    example = plan(capsys, *EXAMPLE, "parallel.expert_model_parallel_size=2")
+    assert (example["world_size"], example["data_parallel_size"]) == (2, 2)
+
+
 def test_a_bad_field_ends_in_one_line(capsys):
     assert main(["plan", "actor.ppo_epoch=1"]) == 2
     assert capsys.readouterr().err.splitlines() == [

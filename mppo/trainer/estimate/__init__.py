@@ -7,7 +7,7 @@ from mppo.errors import ConfigError
 from mppo.megatron.model_config import ModelConfig
 from mppo.trainer.estimate.communication import Sent, sent_by
 from mppo.trainer.estimate.layout import Layout
-from mppo.trainer.estimate.lengths import Load, Mix, Sample, Spread, load_of
+from mppo.trainer.estimate.lengths import Length, Load, Mix, Sample, Spread, check_length, load_of
 from mppo.trainer.estimate.memory import HeadTerms, Memory, held_by
 from mppo.trainer.resolve import Resolved
 
@@ -58,13 +58,15 @@ def mix_of(data: DataConfig, path: str | None, prompt: int | None, response: int
     """
     given = {"--prompt-tokens": prompt, "--response-tokens": response, "--response-sigma": sigma}
     if path is None:
-        return Spread(
+        spread = Spread(
             prompt=data.max_prompt_length if prompt is None else prompt,
             response=data.max_response_length if response is None else response,
             longest=data.max_response_length,
             sigma=sigma or 0.0,
         )
+        check_length(Length(spread.prompt, spread.response), data, "--prompt-tokens, --response-tokens")
+        return spread
     for option, value in given.items():
         if value is not None:
             raise ConfigError(f"{option} has no effect with --lengths, which gives every length; leave one of them out")
-    return Sample.read(path)
+    return Sample.read(path, data)

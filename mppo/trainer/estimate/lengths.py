@@ -4,13 +4,14 @@ import json
 import random
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 from mppo.batch.balance import WorkloadModel
-from mppo.batch.plan import BatchPlan, by_rank, make_batch_plan
+from mppo.batch.plan import assign_ranks, by_rank, plan_micro_batches, split_mini_batches
+from mppo.config import DataConfig
 from mppo.errors import ConfigError
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Sizes
@@ -50,13 +51,8 @@ class Spread:
         for option, value in (("--prompt-tokens", self.prompt), ("--response-tokens", self.response)):
             if value <= 0:
                 raise ConfigError(f"{option} is {value}; it must be greater than 0")
-        if not self.sigma >= 0:
-            raise ConfigError(f"--response-sigma is {self.sigma}; it must not be negative")
-        if self.response > self.longest:
-            raise ConfigError(
-                f"--response-tokens is {self.response}, over data.max_response_length={self.longest}; lower the one or"
-                " raise the other"
-            )
+        if not 0 <= self.sigma < inf:
+            raise ConfigError(f"--response-sigma is {self.sigma}; it must be a number that is not negative")
 
     def step(self, count: int) -> list[Length]:
         """`count` trajectories: evenly spaced quantiles, so that no luck is in them, in an order that is drawn."""
@@ -74,16 +70,18 @@ class Sample:
     lengths: list[Length]
 
     @classmethod
-    def read(cls, path: str) -> "Sample":
+    def read(cls, path: str, data: DataConfig) -> "Sample":
         """JSON lines `{"prompt": 123, "response": 456}`; other fields are left alone.
 
-        Raises ConfigError that names the line.
+        Raises ConfigError that names the line, also for a length that the run would not have.
         """
         try:
             lines = Path(path).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--lengths {path}: the file cannot be read: {error}") from error
-        lengths = [_read(line, f"--lengths {path}, line {number}") for number, line in enumerate(lines, 1) if line]
+        lengths = [
+            _read(line, f"--lengths {path}, line {number}", data) for number, line in enumerate(lines, 1) if line
+        ]
         if not lengths:
             raise ConfigError(f"--lengths {path}: the file is empty; it wants at least one length")
         return cls(lengths)
@@ -100,7 +98,17 @@ def _shuffled(lengths: list[Length]) -> list[Length]:
     return random.Random(SEED).sample(lengths, len(lengths))
 
 
-def _read(line: str, where: str) -> Length:
+def check_length(length: Length, data: DataConfig, where: str) -> None:
+    """Raise ConfigError for one that the run would not have."""
+    for part, most in (("prompt", data.max_prompt_length), ("response", data.max_response_length)):
+        if getattr(length, part) > most:
+            raise ConfigError(
+                f"{where}: a {part} of {getattr(length, part)} tokens, over data.max_{part}_length={most};"
+                " lower the one or raise the other"
+            )
+
+
+def _read(line: str, where: str, data: DataConfig) -> Length:
     try:
         found: Any = json.loads(line)
         length = Length(found["prompt"], found["response"])
@@ -108,6 +116,7 @@ def _read(line: str, where: str) -> Length:
         length = Length(-1, -1)
     if not all(type(tokens) is int and tokens > 0 for tokens in (length.prompt, length.response)):
         raise ConfigError(f'{where}: {line[:80]!r} is no {{"prompt": 123, "response": 456}} (tokens, greater than 0)')
+    check_length(length, data, where)
     return length
 
 
@@ -135,26 +144,21 @@ def load_of(lengths: list[Length], settings: UpdateSettings, model: ModelConfig,
     padded = [sizes.padded_length(length.total) for length in lengths]
     projected = sum(length.response for length in lengths) / sum(length.total for length in lengths)
     cost = WorkloadModel.of(model, projected)
-    plan = make_batch_plan(
-        padded,
-        mini_batch_size=settings.mini_batch_size,
-        ranks=sizes.dp,
-        limit=replica_limit(settings.limit, sizes),
-        multiple=sizes.micro_batch_multiple,
-        cost=cost,
-    )
-    loads = [
-        _load_of_rank([[lengths[i] for i in piece] for piece in pieces], sizes)
-        for of_mini_batch in plan.micro_batches
-        for pieces in of_mini_batch
-    ]
+    workloads = [cost(length.total) for length in lengths]
+    mini_batches = split_mini_batches(len(lengths), settings.mini_batch_size)
+    rank_of = assign_ranks(mini_batches, workloads, sizes.dp)
+    limit, loads = replica_limit(settings.limit, sizes), []
+    for indices in mini_batches:
+        parts = by_rank(indices, [rank_of[i] for i in indices], sizes.dp)
+        for pieces in plan_micro_batches(parts, padded, limit, sizes.micro_batch_multiple, cost):
+            loads.append(_load_of_rank([[lengths[i] for i in piece] for piece in pieces], sizes))
     fullest = max(loads, key=lambda load: (load.tokens, load.actions))
     busiest = max(loads, key=lambda load: (load.micro_batches, load.all_tokens))
     return replace(
         busiest,
         tokens=fullest.tokens,
         actions=fullest.actions,
-        worst_over_mean=_worst_over_mean(plan, [cost(n) for n in padded], sizes.dp),
+        worst_over_mean=_worst_over_mean(mini_batches, rank_of, workloads, sizes.dp),
     )
 
 
@@ -171,10 +175,10 @@ def _tokens(piece: list[Length], sizes: Sizes) -> int:
     return max(-(-tokens // sizes.token_multiple), 1) * sizes.token_multiple
 
 
-def _worst_over_mean(plan: BatchPlan, workloads: list[float], ranks: int) -> float:
+def _worst_over_mean(mini_batches: list[list[int]], rank_of: list[int], workloads: list[float], ranks: int) -> float:
     """Of the mini-batch where it is largest."""
     ratios = []
-    for indices in plan.mini_batches:
-        parts = by_rank((workloads[i] for i in indices), (plan.rank_of[i] for i in indices), ranks)
+    for indices in mini_batches:
+        parts = by_rank((workloads[i] for i in indices), (rank_of[i] for i in indices), ranks)
         ratios.append(max(map(sum, parts)) * ranks / sum(map(sum, parts)))
     return max(ratios)
