@@ -8,7 +8,7 @@ each hold less of it. Later epochs, where they are shuffled, plan and exchange a
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from statistics import median
 from time import perf_counter
 from typing import TypeVar
@@ -49,22 +49,28 @@ T = TypeVar("T")
 class Seconds:
     """Of the first rank, in a training step with one epoch."""
 
-    serialize: float
-    """What it generated, as lines of the table, into bytes."""
     gather: float
     """The lines of every rank out of bytes."""
     plan: float
     """Mini-batches, the data-parallel rank of each trajectory, and whether each fits a micro-batch."""
+    metrics: float
+    """Of the table: what every rank knows of the whole batch."""
+    serialize: float
+    """What it generated, as lines of the table, into bytes."""
     exchange: float
     """Trajectories into bytes, and those that come here out of them, packed."""
     micro_batches: float
     """Of the anchor's pass, where there is one, and of every mini-batch, with the weights of their tokens."""
-    metrics: float
-    """Of the table: what every rank knows of the whole batch."""
 
     @property
-    def total(self) -> float:
-        return sum(asdict(self).values())
+    def of_the_batch(self) -> float:
+        """What follows from the whole batch, and is the same on every rank."""
+        return self.gather + self.plan + self.metrics
+
+    @property
+    def of_its_share(self) -> float:
+        """What follows from the trajectories that this rank generated, or trains."""
+        return self.serialize + self.exchange + self.micro_batches
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ def _run(
     exchanged, batch = _timed(exchange)
     cut, _ = _timed(lambda: _cut(batch, resolved, topology))
     metrics, _ = _timed(lambda: trajectory_metrics(table))
-    return Seconds(serialized, gathered, planned, exchanged, cut, metrics)
+    return Seconds(gathered, planned, metrics, serialized, exchanged, cut)
 
 
 def _plan(
@@ -195,10 +201,9 @@ def print_control_plane(found: list[ControlPlane], trajectories: int, console: C
     for size in found:
         table.add_column(f"{size.ranks:,}", justify="right")
     table.add_row("data-parallel ranks", *(str(size.data_parallel) for size in found), end_section=True)
-    for field in fields(Seconds):
-        milliseconds = [1e3 * getattr(size.seconds, field.name) for size in found]
-        table.add_row(field.name.replace("_", " "), *(f"{x:.1f}" for x in milliseconds))
-    table.add_row("altogether", *(f"{1e3 * size.seconds.total:.1f}" for size in found), end_section=True)
+    for name in ("gather", "plan", "metrics", "of_the_batch", "serialize", "exchange", "micro_batches", "of_its_share"):
+        milliseconds = [1e3 * getattr(size.seconds, name) for size in found]
+        table.add_row(name.replace("_", " "), *(f"{x:.1f}" for x in milliseconds), end_section=name.startswith("of"))
     table.add_row("MB gathered", *(f"{size.bytes_gathered / 1e6:.2f}" for size in found))
     table.add_row("MB received", *(f"{size.bytes_received / 1e6:.2f}" for size in found))
     console.print(table)
