@@ -159,7 +159,7 @@ class PackedBatch:
         return rows, replace(self._take(rows, slice(None)), cu_seqlens=cu_seqlens, count=self.num_tokens)
 
     def _take(self, positions: Tensor, trajectories: Tensor | slice) -> "PackedBatch":
-        return self._map(lambda _, x: x[positions], lambda _, x: x[trajectories])
+        return self._map(lambda _, x: x.index_select(0, positions), lambda _, x: x[trajectories])
 
     def pad_to_multiple(self, multiple: int) -> "PackedBatch":
         """Append one run of masked positions so that T is a positive multiple of `multiple`.
