@@ -135,8 +135,8 @@ class PackedBatch:
         lengths = self.cu_seqlens.diff().long()[rows]
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
         shift = torch.repeat_interleave(starts - cu_seqlens[:-1], lengths)
-        origin = torch.arange(int(cu_seqlens[-1])) + shift
-        return replace(self._take(origin, rows), cu_seqlens=cu_seqlens.int(), origin=origin.to(self.tokens.device))
+        origin = to_device(torch.arange(int(cu_seqlens[-1])) + shift, self.tokens.device)
+        return replace(self._take(origin, rows), cu_seqlens=cu_seqlens.int(), origin=origin)
 
     def exchanged(
         self, lengths: list[int], tokens: Callable[[Tensor], Tensor], trajectories: Callable[[Tensor], Tensor]
