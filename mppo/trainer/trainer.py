@@ -182,7 +182,7 @@ class Trainer:
 
     @named_step
     def balance(self, rollout: Rollout, step: int) -> StepBatch:
-        """Step 3: bring every trajectory to the data-parallel rank that will train it, and pack."""
+        """Step 3: bring every trajectory to the data-parallel rank that trains it first, and pack."""
         baselines = greedy_rewards(rollout) if self.resolved.estimator.greedy_baseline else None
         model, seed = self.parts.model.config, self.config.trainer.seed
         batch = balance(rollout.trajectories, self.resolved.actor, model, step, seed, self.topology, baselines)
