@@ -99,7 +99,7 @@ Contestant = Callable[[Problem], Gradients]
 
 
 def gradients(x: Problem, terms: list[Tensor], slopes: Tensor) -> Gradients:
-    loss = sum((term * slope).sum() for term, slope in zip(terms, slopes, strict=False))
+    loss = sum((term * slope).sum() for term, slope in zip(terms, slopes[: len(terms)], strict=True))
     return torch.autograd.grad(loss, (x.hidden, x.weight))
 
 

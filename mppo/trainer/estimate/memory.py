@@ -5,7 +5,8 @@ optimizer (less than 128 parameters a rank and buffer, where all widths are mult
 autograd keeps of mppo's local layers on a CPU, with an attention that keeps no scores; the masks of context parallelism
 are left out, and numbers per token. A GPU keeps less of the norms, Transformer Engine of the rotation and the copies of
 the attention's output too. The head is one on a GPU, whose tiles are larger. Left out are the gradients of single
-weights other than the output projection's, and what allocators lose.
+weights other than the output projection's, and what allocators lose. Of what only Transformer Engine recomputes, norms
+are counted as gone but were never measured, and the activations of experts (`moe_act`) are counted as kept.
 """
 
 from dataclasses import dataclass
