@@ -25,8 +25,9 @@ def moved(
     def held(rank_of: list[int]) -> list[int]:
         return [index for index, owner in enumerate(rank_of) if owner == rank]
 
-    outgoing = by_rank(held(before), [after[i] for i in held(before)], ranks)
-    incoming = by_rank(held(after), [before[i] for i in held(after)], ranks)
+    mine, wanted = held(before), held(after)
+    outgoing = by_rank(mine, [after[i] for i in mine], ranks)
+    incoming = by_rank(wanted, [before[i] for i in wanted], ranks)
 
     def swapped(size: Callable[[int], int]) -> Callable[[Tensor], Tensor]:
         sent, received = ([sum(map(size, part)) for part in parts] for parts in (outgoing, incoming))

@@ -7,7 +7,6 @@ import sys
 from rich.console import Console
 
 from mppo.cli.compose import load_config
-from mppo.config import Config
 from mppo.errors import MppoError
 
 
@@ -60,10 +59,6 @@ def _check_loss(options: argparse.Namespace) -> int:
     return check_loss(options.loss, options.knobs, options.out, Console())
 
 
-def _load(options: argparse.Namespace) -> Config:
-    return load_config(options.config_name, options.overrides, options.config_dir)
-
-
 def _plan(options: argparse.Namespace) -> int:
     from mppo.cli.plan import plan
 
@@ -76,7 +71,7 @@ def _train(options: argparse.Namespace) -> int:
     from mppo.trainer.plan import make_plan, print_plan
     from mppo.trainer.trainer import Trainer
 
-    parts = assemble(_load(options))
+    parts = assemble(load_config(options.config_name, options.overrides, options.config_dir))
     if parts.topology.rank == 0:
         console = Console()
         print_plan(make_plan(parts.resolved, int(os.environ["WORLD_SIZE"])), console)

@@ -11,6 +11,7 @@ from mppo.algorithm.rollout_correction.config import Bounds
 from mppo.algorithm.rollout_correction.plugins import Rejection
 from mppo.batch.plan import MicroBatchLimit
 from mppo.config import FilterGroupsConfig, ParallelConfig, RewardConfig
+from mppo.megatron.topology import Sizes
 from mppo.trainer.resolve import Resolved, UpdateSettings
 
 
@@ -173,7 +174,7 @@ def _update_plan(loss: str, resolved: Resolved, settings: UpdateSettings, parall
     by_count = settings.limit.trajectories
     pieces = None
     if by_count:
-        multiple = parallel.pipeline_model_parallel_size if parallel.virtual_pipeline_model_parallel_size else 1
+        multiple = Sizes.of(parallel, ranks).micro_batch_multiple
         pieces = -(-size // (by_count * ranks))
         pieces = -(-pieces // multiple) * multiple
     return UpdatePlan(

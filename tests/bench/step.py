@@ -33,12 +33,13 @@ from mppo.megatron.head import PolicyHead
 from mppo.megatron.layers import packed_seq_params
 from mppo.megatron.model import build_chunks
 from mppo.megatron.objectives import PolicyObjective
-from mppo.trainer.batches import StepBatch, TrajectoryTable, cut_mini_batch
+from mppo.trainer.batches import StepBatch, cut_mini_batch
 from mppo.trainer.resolve import UpdateSettings
 from mppo.trainer.roles import TrainableRole
 from mppo.weights.architectures import architecture_of
 from tests.distributed.launch import torchrun
 from tests.invariance.matrix import known_layouts, parallel_config, processes_of
+from tests.unit.samples import table_of
 
 # isort: split
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -65,11 +66,7 @@ def make_batch(size: Size, dp: int, dp_rank: int) -> StepBatch:
     tokens = torch.randint(size.vocab, (count, length), generator=generator)
     rank_of = [i % dp for i in range(count)]
     mine = [Trajectory(i, i, tokens[i], mask, torch.zeros(length)) for i in range(count) if rank_of[i] == dp_rank]
-    numbers, zeros = [size.response] * count, [0.0] * count
-    table = TrajectoryTable(
-        [length] * count, numbers, numbers, list(range(count)), zeros, zeros, zeros, [False] * count,
-        [{}] * count, rank_of, numbers,
-    )  # fmt: skip
+    table = table_of([length] * count, [size.response] * count, rank_of)
     batch = StepBatch(pack(mine), table, 0, WorkloadModel(linear=1.0, attention=0.0))
     noise = torch.randn(len(batch.packed), generator=generator)
     anchor = torch.full_like(noise, -10.0)

@@ -59,10 +59,7 @@ class Case:
 
     @property
     def data_parallel_size(self) -> int:
-        parallel = self.parallel
-        return self.processes // (
-            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-        )
+        return self.processes // self.parallel.model_parallel_size
 
     @property
     def parallel(self) -> ParallelConfig:

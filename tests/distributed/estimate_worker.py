@@ -26,11 +26,12 @@ from mppo.megatron.model import build_chunks
 from mppo.megatron.objectives import PolicyObjective
 from mppo.megatron.parking import gradients_of, optimizer_state_of, weights_of
 from mppo.megatron.topology import Topology
-from mppo.trainer.batches import StepBatch, TrajectoryTable, cut_mini_batch
+from mppo.trainer.batches import StepBatch, cut_mini_batch
 from mppo.trainer.roles import TrainableRole
 from tests.bench.head import Problem, extra_peak
 from tests.distributed.estimate_cases import CASES, HEADS, PROMPT, RESPONSE, SETTINGS, TRAJECTORIES, Case, HeadCase
 from tests.distributed.measured import Kept, Sent, storage_bytes
+from tests.unit.samples import table_of
 
 # isort: split
 from megatron.core import parallel_state
@@ -43,11 +44,7 @@ def make_batch(case: Case, place: Topology) -> StepBatch:
     rank_of = assign_ranks([list(range(TRAJECTORIES))], [1.0] * TRAJECTORIES, place.dp)
     mine = [Trajectory(i, i, tokens[i], mask, torch.zeros(length)) for i in range(TRAJECTORIES)]
     packed = pack([t for t in mine if rank_of[t.index] == place.dp_rank])
-    numbers, zeros = [RESPONSE] * TRAJECTORIES, [0.0] * TRAJECTORIES
-    table = TrajectoryTable(
-        [length] * TRAJECTORIES, numbers, numbers, list(range(TRAJECTORIES)), zeros, zeros, zeros,
-        [False] * TRAJECTORIES, [{}] * TRAJECTORIES, rank_of, numbers,
-    )  # fmt: skip
+    table = table_of([length] * TRAJECTORIES, [RESPONSE] * TRAJECTORIES, rank_of)
     batch = StepBatch(packed, table, 0, WorkloadModel.of(case.model_config))
     return batch.with_fields(
         advantages=torch.randn(len(packed), generator=generator), old_log_probs=torch.full((len(packed),), -6.0)

@@ -17,11 +17,11 @@ from mppo.config import ParallelConfig
 from mppo.megatron import topology as layouts
 from mppo.megatron.collectives import WIDTH, gather_from_all
 from mppo.megatron.topology import Topology
-from mppo.trainer.batches import StepBatch, TrajectoryTable, mini_batches_of_epoch
+from mppo.trainer.batches import StepBatch, mini_batches_of_epoch
 from mppo.trainer.redistribution import balanced_mini_batches, redistribute
 from mppo.trainer.resolve import UpdateSettings
 from tests.distributed.hook_cases import LAYOUTS
-from tests.unit.samples import differing_fields, trajectory, with_every_field
+from tests.unit.samples import differing_fields, table_of, trajectory, with_every_field
 
 CASES = {"dp4": ParallelConfig()} | {name: LAYOUTS[name][1] for name in ("tp2-dp2", "pp2-dp2", "cp2-dp2")}
 LENGTHS = [3, 9, 2, 17, 5, 5, 31, 2, 8, 13, 4, 6, 21, 3, 7, 11, 2]
@@ -44,12 +44,7 @@ class Place:
         return batch if self.topology.is_last_stage else batch.with_fields(ref_hidden=None, old_hidden=None)
 
     def batch(self, rank_of: list[int]) -> StepBatch:
-        nothing = [0.0] * len(LENGTHS)
-        table = TrajectoryTable(
-            LENGTHS, LENGTHS, LENGTHS, list(range(len(LENGTHS))), nothing, nothing, nothing,
-            [False] * len(LENGTHS), [{}] * len(LENGTHS), rank_of, LENGTHS,
-        )  # fmt: skip
-        return StepBatch(self.held(rank_of), table, step=3, cost=COST)
+        return StepBatch(self.held(rank_of), table_of(LENGTHS, LENGTHS, rank_of), step=3, cost=COST)
 
     def differing(self, batch: StepBatch) -> list[str]:
         return differing_fields(batch.packed, self.held(batch.table.rank_of))

@@ -32,7 +32,7 @@ from mppo.megatron.model import build_chunks
 from mppo.megatron.objectives import NOT_FINITE, LogProbPass, PolicyObjective, ValueObjective, ValuePass
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
-from mppo.trainer.batches import MiniBatch, StepBatch, TrajectoryTable, cut_mini_batch
+from mppo.trainer.batches import MiniBatch, StepBatch, cut_mini_batch
 from mppo.trainer.preparation import prepare_loss
 from mppo.trainer.resolve import UpdateSettings
 from mppo.trainer.roles import TrainableRole
@@ -42,6 +42,7 @@ from tests.distributed.dense_reference import NORM, random_batch
 from tests.distributed.hook_worker import Gradients, trajectories
 from tests.distributed.model_folders import VOCABULARY
 from tests.invariance.matrix import CUTS, FOLDERS, KNOBS, Case, parallel_config
+from tests.unit.samples import table_of
 
 LR = 1e-2
 
@@ -93,11 +94,7 @@ class Bench:
         rank_of = assign_ranks([list(range(len(everything)))], [float(n) for n in lengths], self.topology.dp)
         if idle:
             rank_of = [0 if n else self.topology.dp - 1 for n in actions]
-        nothing = [0.0] * len(everything)
-        table = TrajectoryTable(
-            lengths, lengths, actions, list(range(len(everything))), nothing, nothing, nothing,
-            [False] * len(everything), [{}] * len(everything), rank_of, actions,
-        )  # fmt: skip
+        table = table_of(lengths, actions, rank_of)
         mine = [t for t, rank in zip(everything, rank_of, strict=True) if rank == self.topology.dp_rank]
         return StepBatch(pack(mine), table, step=0, cost=WorkloadModel(linear=1.0, attention=0.0))
 

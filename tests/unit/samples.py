@@ -13,6 +13,7 @@ from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.segments import Segments
 from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.trajectory import Trajectory
+from mppo.trainer.batches import TrajectoryTable
 
 
 def segments_of(*lengths: int) -> Segments:
@@ -30,6 +31,25 @@ def trajectory(mask: list[int], *, index: int = 0, group: int = 0, **fields: Any
         "rollout_log_probs": -(place + 1.0) * actions,
     }
     return Trajectory(index=index, group=group, **{**given, **fields})
+
+
+def table_of(lengths: list[int], actions: list[int], rank_of: list[int]) -> TrajectoryTable:
+    """A global batch of one answer to each prompt, whose rewards are nothing and whose actions all train."""
+    count = len(lengths)
+    nothing = [0.0] * count
+    return TrajectoryTable(
+        lengths=lengths,
+        responses=actions,
+        actions=actions,
+        groups=list(range(count)),
+        rewards=nothing,
+        outcomes=nothing,
+        accuracies=nothing,
+        truncated=[False] * count,
+        parts=[{}] * count,
+        rank_of=rank_of,
+        kept=actions,
+    )
 
 
 @st.composite

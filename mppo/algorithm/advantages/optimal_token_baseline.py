@@ -34,13 +34,7 @@ def optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfi
     return _less_baseline(x, config, actions, actions - first[ids[actions]])
 
 
-@ESTIMATORS.register(
-    "tir_optimal_token_baseline",
-    config=OptimalTokenBaselineConfig,
-    groups=True,
-    sum_pi_squared=True,
-    reads_old_policy=True,
-)
+@ESTIMATORS.register("tir_optimal_token_baseline", config=OptimalTokenBaselineConfig, **NEEDS)
 def tir_optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
     """For tool-integrated reasoning: places count actions only."""
     actions = x.training.bool().nonzero().squeeze(-1)
