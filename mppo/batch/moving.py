@@ -5,8 +5,8 @@ from itertools import chain
 
 from torch import Tensor
 
+from mppo.batch.batch_plan import by_rank
 from mppo.batch.packed import PackedBatch
-from mppo.batch.plan import by_rank
 
 Swap = Callable[[Tensor, list[int], list[int]], Tensor]
 """`(x, sent, received)`: the first `sent[0]` rows of `x` go to rank 0, the next `sent[1]` to rank 1, and so on; returns

@@ -54,7 +54,7 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
 
 
 def _check_loss(options: argparse.Namespace) -> int:
-    from mppo.cli.check_loss import check_loss
+    from mppo.check_loss.report import check_loss
 
     return check_loss(options.loss, options.knobs, options.out, Console())
 
@@ -67,14 +67,14 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from mppo.megatron import topology
+    from mppo.planning.run_plan import make_plan, print_plan
     from mppo.trainer.assemble import assemble
-    from mppo.trainer.plan import make_plan, print_plan
     from mppo.trainer.trainer import Trainer
 
     parts = assemble(load_config(options.config_name, options.overrides, options.config_dir))
     if parts.topology.rank == 0:
         console = Console()
-        print_plan(make_plan(parts.resolved, int(os.environ["WORLD_SIZE"])), console)
+        print_plan(make_plan(parts.spec, int(os.environ["WORLD_SIZE"])), console)
         for where, prompts in (("data.train", parts.train_prompts), ("data.val", parts.val_prompts)):
             if prompts is not None:
                 skipped = f", {prompts.skipped} skipped as too long" if prompts.skipped else ""

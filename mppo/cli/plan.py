@@ -11,12 +11,12 @@ from mppo.cli.compose import load_config
 from mppo.config import ParallelConfig
 from mppo.errors import ConfigError
 from mppo.megatron.topology import data_parallel_size
-from mppo.trainer.checks import check_models
-from mppo.trainer.control_plane import ControlPlane, print_control_plane, simulate
-from mppo.trainer.estimate import Estimate, estimate_actor, mix_of
-from mppo.trainer.estimate.tables import print_estimate
-from mppo.trainer.plan import make_plan, print_plan
-from mppo.trainer.resolve import Resolved, resolve
+from mppo.planning.control_plane import ControlPlane, print_control_plane, simulate
+from mppo.planning.estimate import Estimate, estimate_actor, mix_of
+from mppo.planning.estimate.tables import print_estimate
+from mppo.planning.run_plan import make_plan, print_plan
+from mppo.trainer.model_checks import check_models
+from mppo.trainer.run_spec import RunSpec, make_run_spec
 from mppo.weights.pretrained import read_critic_config, read_model_config
 
 LENGTHS = ("lengths", "prompt_tokens", "response_tokens", "response_sigma")
@@ -39,10 +39,10 @@ def plan(options: argparse.Namespace) -> int:
     world_size = _replica(config.parallel) if options.world_size is None else options.world_size
     if world_size < 1:
         raise ConfigError(f"--world-size is {world_size}; it must be at least 1")
-    resolved = resolve(config, data_parallel_size(config.parallel, world_size))
-    planned, of_model = make_plan(resolved, world_size), None
+    spec = make_run_spec(config, data_parallel_size(config.parallel, world_size))
+    planned, of_model = make_plan(spec, world_size), None
     if config.model.path or config.model.preset:
-        of_model = _of_model(options, resolved)
+        of_model = _of_model(options, spec)
     else:
         _refuse_without_model(options)
     if options.json:
@@ -54,7 +54,7 @@ def plan(options: argparse.Namespace) -> int:
     if of_model is not None:
         print_estimate(of_model.estimate, console)
         if of_model.control_plane:
-            print_control_plane(of_model.control_plane, resolved.trajectories, console)
+            print_control_plane(of_model.control_plane, spec.trajectories, console)
     return 0
 
 
@@ -64,16 +64,16 @@ def _replica(parallel: ParallelConfig) -> int:
     return pp * lcm(parallel.model_parallel_size // pp, parallel.expert_model_parallel_size)
 
 
-def _of_model(options: argparse.Namespace, resolved: Resolved) -> OfModel:
-    config = resolved.config
+def _of_model(options: argparse.Namespace, spec: RunSpec) -> OfModel:
+    config = spec.config
     model = read_model_config(config.model)
-    check_models(resolved, model, read_critic_config(config.critic, model) if resolved.critic else None)
+    check_models(spec, model, read_critic_config(config.critic, model) if spec.critic else None)
     mix = mix_of(config.data, options.lengths, options.prompt_tokens, options.response_tokens, options.response_sigma)
     simulated = None
     if options.control_plane:
-        lengths = mix.step(resolved.trajectories)
-        simulated = [simulate(resolved, model, lengths, ranks) for ranks in _ranks(options.control_plane)]
-    return OfModel(estimate_actor(resolved, model, mix), simulated)
+        lengths = mix.step(spec.trajectories)
+        simulated = [simulate(spec, model, lengths, ranks) for ranks in _ranks(options.control_plane)]
+    return OfModel(estimate_actor(spec, model, mix), simulated)
 
 
 def _refuse_without_model(options: argparse.Namespace) -> None:

@@ -6,11 +6,11 @@ not here but in the dataclass registered with it; they are given under `actor.po
 
 from dataclasses import dataclass, field
 
+from mppo.config.actor_critic import ActorConfig, CriticConfig, CriticParallelConfig, OptimConfig, RefConfig
 from mppo.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControllerConfig
 from mppo.config.checks import not_negative, positive
 from mppo.config.data import DataConfig, OverlongBufferConfig, PromptSource, RewardConfig, RolloutConfig
-from mppo.config.layout import ModelSource, ParallelConfig, RecomputeConfig
-from mppo.config.roles import ActorConfig, CriticConfig, CriticParallelConfig, OptimConfig, RefConfig
+from mppo.config.parallel import ModelSource, ParallelConfig, RecomputeConfig
 
 __all__ = [
     "ActorConfig",

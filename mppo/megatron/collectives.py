@@ -149,10 +149,10 @@ def exchange(parts: list[list[Any]], part_of: list[int]) -> list[Any]:
 
 
 def to_bytes(items: list[Any]) -> Tensor:
-    """A parcel of items, uint8; an empty one of none."""
+    """A payload of items, uint8; an empty one of none."""
     return torch.frombuffer(bytearray(pickle.dumps(items)), dtype=torch.uint8) if items else torch.zeros(0).byte()
 
 
-def from_bytes(parcel: Tensor) -> list[Any]:
+def from_bytes(payload: Tensor) -> list[Any]:
     """What `to_bytes` was given."""
-    return pickle.loads(parcel.numpy().tobytes()) if len(parcel) else []
+    return pickle.loads(payload.numpy().tobytes()) if len(payload) else []

@@ -17,7 +17,7 @@ from mppo.algorithm.value_loss import clipped_value_loss
 from mppo.batch.packed import PackedBatch
 from mppo.megatron.head import HeadOutput, LastHidden, PolicyHead
 
-NOT_FINITE = "tokens_not_finite"
+NON_FINITE = "tokens_non_finite"
 """The metric that counts tokens whose loss is not finite; a step with any is refused."""
 
 
@@ -97,7 +97,7 @@ class PolicyObjective:
             None if head.entropy is None else torch.where(mask, self._trained(head.entropy), 0.0),
             None if head.full_kl is None else torch.where(mask, head.full_kl, 0.0),
         )
-        reported[NOT_FINITE] = self.offenders.look(loss, batch)
+        reported[NON_FINITE] = self.offenders.look(loss, batch)
         statistics = {self.prefix + name: ratio for name, ratio in reported.items()}
         if batch.old_log_probs is None:
             statistics |= self._mismatch(old_log_probs, batch)
@@ -143,7 +143,7 @@ class ValueObjective:
         loss, reported = clipped_value_loss(values.squeeze(-1), batch.values, batch.returns, self.cliprange)
         statistics = {name: s.reduce(batch.training) for name, s in reported.items()}
         statistics["vf_loss"] = Ratio.total(torch.where(batch.training, loss.detach(), 0.0) * batch.weights)
-        statistics[NOT_FINITE] = self.offenders.look(loss, batch)
+        statistics[NON_FINITE] = self.offenders.look(loss, batch)
         statistics = {self.prefix + name: ratio for name, ratio in statistics.items()}
         return *weighted_sum(loss, batch, self.tokens), statistics
 

@@ -11,14 +11,14 @@ from mppo.megatron import platform, topology
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks
 from mppo.megatron.topology import Topology
-from mppo.rollout.engine import RolloutEngine, SamplingParams
-from mppo.rollout.local import LocalEngine
+from mppo.rollout.engines.contract import RolloutEngine, SamplingParams
+from mppo.rollout.engines.local import LocalEngine
 from mppo.rollout.prompts import PromptSet, load_prompts
 from mppo.trainer.checkpoints import Checkpoints
-from mppo.trainer.checks import check_models
+from mppo.trainer.model_checks import check_models
 from mppo.trainer.reporter import Reporter, SilentReporter
-from mppo.trainer.resolve import Resolved, resolve
 from mppo.trainer.roles import ReferenceRole, TrainableRole
+from mppo.trainer.run_spec import RunSpec, make_run_spec
 from mppo.weights.pretrained import PretrainedModel, open_critic, open_model
 from mppo.weights.transfer import Exporter, load
 
@@ -28,7 +28,7 @@ class Parts:
     """All that a Trainer works with."""
 
     config: Config
-    resolved: Resolved
+    spec: RunSpec
     topology: Topology
     model: PretrainedModel
     head: PolicyHead
@@ -48,16 +48,16 @@ class Parts:
 def assemble(config: Config) -> Parts:
     """Check everything that can be checked without other processes, then join them and build."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    resolved = resolve(config, topology.data_parallel_size(config.parallel, world_size))
+    spec = make_run_spec(config, topology.data_parallel_size(config.parallel, world_size))
     model = open_model(config.model, config.trainer.seed)
-    critic_model = None if resolved.critic is None else open_critic(config.critic, model)
-    check_models(resolved, model.config, None if critic_model is None else critic_model.config)
+    critic_model = None if spec.critic is None else open_critic(config.critic, model)
+    check_models(spec, model.config, None if critic_model is None else critic_model.config)
     train_prompts, val_prompts = _prompts(config, model)
 
     place = topology.initialize(config.parallel, config.trainer.seed)
     actor_chunks = _loaded_chunks(config, model, place)
     actor = TrainableRole(actor_chunks, place, config.actor.optim, model.dtype, config.actor.placement)
-    critic = None if critic_model is None else _critic(resolved, critic_model, place)
+    critic = None if critic_model is None else _critic(spec, critic_model, place)
     reference = None
     if config.need_reference:
         reference = ReferenceRole(_loaded_chunks(config, model, place), place, config.ref.placement)
@@ -65,7 +65,7 @@ def assemble(config: Config) -> Parts:
     out_dir, steps = config.trainer.out_dir, config.trainer.total_training_steps
     return Parts(
         config=config,
-        resolved=resolved,
+        spec=spec,
         topology=place,
         model=model,
         head=PolicyHead(model.config.vocab_size, config.rollout.temperature, place.tp_group),
@@ -97,11 +97,11 @@ def _loaded_chunks(config: Config, model: PretrainedModel, place: Topology) -> l
     return chunks
 
 
-def _critic(resolved: Resolved, model: PretrainedModel, place: Topology) -> TrainableRole:
+def _critic(spec: RunSpec, model: PretrainedModel, place: Topology) -> TrainableRole:
     """The actor's backbone with a zero head, or a reward model with its own head."""
-    config, parallel = resolved.config.critic, resolved.critic_parallel
+    config, parallel = spec.config.critic, spec.critic_parallel
     place = place.of_role(parallel)
-    recompute = config.recompute or resolved.config.model.recompute
+    recompute = config.recompute or spec.config.model.recompute
     chunks = build_chunks(model.config, parallel, model.dtype, value_head=True, recompute=recompute)
     head = {"value_head": True, "zero_value_head": config.path is None}
     load(chunks, model.architecture, model.config, model.source, place, **head)

@@ -9,8 +9,7 @@ from torch import Tensor
 from mppo.algorithm.aggregation import BatchCounts, token_weights
 from mppo.algorithm.reduction import Reduction
 from mppo.batch.balance import WorkloadModel
-from mppo.batch.packed import PackedBatch, pack
-from mppo.batch.plan import (
+from mppo.batch.batch_plan import (
     MicroBatchLimit,
     assign_ranks,
     by_rank,
@@ -18,11 +17,12 @@ from mppo.batch.plan import (
     plan_micro_batches,
     split_mini_batches,
 )
+from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.trajectory import Trajectory
 from mppo.megatron.collectives import exchange, gather_from_all
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Sizes, Topology
-from mppo.trainer.resolve import UpdateSettings
+from mppo.trainer.run_spec import UpdateSettings
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class MiniBatch:
 
 
 @dataclass(frozen=True)
-class TrajectoryLine:
+class TrajectorySummary:
     """What every rank learns of a trajectory."""
 
     index: int
@@ -115,7 +115,7 @@ class TrajectoryLine:
     parts: dict[str, float]
 
     @classmethod
-    def of(cls, t: Trajectory) -> "TrajectoryLine":
+    def of(cls, t: Trajectory) -> "TrajectorySummary":
         truncated = t.finish_reason == "length"
         rewards = (t.total_reward, t.reward, t.accuracy)
         return cls(t.index, len(t), t.response_length, t.actions, t.group, *rewards, truncated, t.parts)
@@ -137,7 +137,7 @@ def balance(
     from the lengths of the whole batch, which every rank learns here; no rank receives a trajectory it does not hold
     afterwards. `baselines` are rewards of greedy answers by group.
     """
-    everyone = gather_from_all((topology.dp_rank, [TrajectoryLine.of(t) for t in trajectories]))
+    everyone = gather_from_all((topology.dp_rank, [TrajectorySummary.of(t) for t in trajectories]))
     lines = [line for _, lines in everyone for line in lines]
     mini_batches = mini_batches_of_epoch(len(lines), settings, seed, step, epoch=0)
     table, cost = tabulate(lines, mini_batches, model, topology.dp, baselines)
@@ -148,7 +148,7 @@ def balance(
 
 
 def tabulate(
-    lines: list[TrajectoryLine],
+    lines: list[TrajectorySummary],
     mini_batches: list[list[int]],
     model: ModelConfig,
     ranks: int,
@@ -176,7 +176,7 @@ def tabulate(
     return table, cost
 
 
-def _renumber(trajectories: list[Trajectory], lines: list[TrajectoryLine]) -> None:
+def _renumber(trajectories: list[Trajectory], lines: list[TrajectorySummary]) -> None:
     """Close gaps that trajectories which never came leave in the numbers of trajectories and groups, in place."""
     place_of = {index: place for place, index in enumerate(sorted(line.index for line in lines))}
     group_of = dict(zip([line.index for line in lines], _dense([line.group for line in lines]), strict=True))

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from mppo.errors import ConfigError
-from mppo.megatron.checkpoint import load_role, random_state, save_role, set_random_state
 from mppo.megatron.collectives import fail_together
+from mppo.megatron.role_checkpoint import load_role, random_state, save_role, set_random_state
 from mppo.trainer.shaping import RunningMoments
 
 if TYPE_CHECKING:

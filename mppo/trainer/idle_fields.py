@@ -8,35 +8,35 @@ from mppo.config import Config
 from mppo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mppo.trainer.resolve import Resolved, UpdateSettings
+    from mppo.trainer.run_spec import RunSpec, UpdateSettings
 
 
 Rule = tuple[bool, str, str]
 """Whether a field is unread, its path, and why."""
 
 
-def refuse_idle_fields(resolved: "Resolved") -> None:
+def refuse_idle_fields(spec: "RunSpec") -> None:
     """Raise ConfigError for a field that differs from its default but would not be read; it says what would read it."""
-    config, default = resolved.config, Config()
-    for unread, path, reason in [*_about_roles(resolved), *_about_data(resolved)]:
+    config, default = spec.config, Config()
+    for unread, path, reason in [*_about_roles(spec), *_about_data(spec)]:
         if unread and _at(config, path) != _at(default, path):
             raise ConfigError(f"{path} is set but would have no effect: {reason}; unset it or change that")
-    _refuse_idle_scale_factor("actor", config.actor.loss_scale_factor, resolved.actor)
-    if resolved.critic is not None:
-        _refuse_idle_scale_factor("critic", config.critic.loss_scale_factor, resolved.critic)
-    if resolved.correction.denominator == "kept" and not resolved.rejects:
+    _refuse_idle_scale_factor("actor", config.actor.loss_scale_factor, spec.actor)
+    if spec.critic is not None:
+        _refuse_idle_scale_factor("critic", config.critic.loss_scale_factor, spec.critic)
+    if spec.correction.denominator == "kept" and not spec.rejects:
         raise ConfigError(
             "algorithm.rollout_correction.denominator=kept is set but would have no effect: neither rollout_rs nor"
             " algorithm.overlong_masking takes anything out; unset it or change that"
         )
-    _refuse_idle_rewards(resolved)
-    _refuse_idle_terms(resolved)
-    _refuse_with_bypass(resolved)
+    _refuse_idle_rewards(spec)
+    _refuse_idle_terms(spec)
+    _refuse_with_bypass(spec)
 
 
-def _about_roles(resolved: "Resolved") -> list[Rule]:
-    config, algorithm = resolved.config, resolved.config.algorithm
-    no_critic, name = resolved.critic is None, algorithm.adv_estimator
+def _about_roles(spec: "RunSpec") -> list[Rule]:
+    config, algorithm = spec.config, spec.config.algorithm
+    no_critic, name = spec.critic is None, algorithm.adv_estimator
     no_kl_loss, no_kl_reward = not config.actor.use_kl_loss, not algorithm.use_kl_in_reward
     is_fixed = algorithm.kl_ctrl.type == "fixed"
     return [
@@ -52,8 +52,8 @@ def _about_roles(resolved: "Resolved") -> list[Rule]:
     ]
 
 
-def _about_data(resolved: "Resolved") -> list[Rule]:
-    config, filtering = resolved.config, resolved.config.algorithm.filter_groups
+def _about_data(spec: "RunSpec") -> list[Rule]:
+    config, filtering = spec.config, spec.config.algorithm.filter_groups
     off = "algorithm.filter_groups.enable is off"
     return [
         (not config.data.val.given, "trainer.test_freq", "data.val is not given"),
@@ -70,19 +70,19 @@ def _about_data(resolved: "Resolved") -> list[Rule]:
     ]
 
 
-def _refuse_idle_rewards(resolved: "Resolved") -> None:
+def _refuse_idle_rewards(spec: "RunSpec") -> None:
     """An estimator that reads only the parts of the reward would not see what changes the reward as a whole."""
-    config, name = resolved.config, resolved.estimator.name
+    config, name = spec.config, spec.estimator.name
     changes = [("algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward), ("reward", config.reward.shapes)]
     for path, is_on in changes:
-        if is_on and not resolved.estimator.reads_rewards:
+        if is_on and not spec.estimator.reads_rewards:
             raise ConfigError(
                 f"{path} would have no effect: {name} reads the parts of the reward, not the whole; unset it"
             )
 
 
-def _refuse_idle_terms(resolved: "Resolved") -> None:
-    config, terms = resolved.config, resolved.terms
+def _refuse_idle_terms(spec: "RunSpec") -> None:
+    config, terms = spec.config, spec.terms
     absent = {"kl": terms.kl_loss_coef is None, "entropy": not terms.entropy_coeff}
     for term, is_absent in absent.items():
         if is_absent and term in terms.weighted:
@@ -95,21 +95,21 @@ def _refuse_idle_terms(resolved: "Resolved") -> None:
             f"algorithm.kl_penalty={config.algorithm.kl_penalty}: a + changes the gradient, and the reward has none;"
             f" use {config.algorithm.kl_penalty.removesuffix('+')}"
         )
-    if resolved.correction.denominator == "kept" and resolved.actor.loss_agg_mode == "token-sum":
+    if spec.correction.denominator == "kept" and spec.actor.loss_agg_mode == "token-sum":
         raise ConfigError("algorithm.rollout_correction.denominator has no effect: token-sum divides by nothing")
 
 
-def _refuse_with_bypass(resolved: "Resolved") -> None:
+def _refuse_with_bypass(spec: "RunSpec") -> None:
     """What needs the old policy, of which bypass mode makes no pass; and greedy answers, whose reward is not shaped."""
-    algorithm = resolved.config.algorithm
+    algorithm = spec.config.algorithm
     skipped = "needs the old-log-prob pass, which algorithm.rollout_correction.bypass_mode skips"
-    if resolved.correction.bypass_mode and resolved.estimator.sum_pi_squared:
+    if spec.correction.bypass_mode and spec.estimator.sum_pi_squared:
         raise ConfigError(f"algorithm.adv_estimator={algorithm.adv_estimator} {skipped}")
-    if resolved.correction.bypass_mode and algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL:
+    if spec.correction.bypass_mode and algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL:
         raise ConfigError(f"algorithm.kl_penalty=full {skipped}; use a sampled form")
-    if resolved.estimator.greedy_baseline and resolved.config.reward.shapes:
+    if spec.estimator.greedy_baseline and spec.config.reward.shapes:
         raise ConfigError(
-            f"reward: {resolved.estimator.name} compares with the greedy answer's own reward, which is not shaped;"
+            f"reward: {spec.estimator.name} compares with the greedy answer's own reward, which is not shaped;"
             " unset overlong_buffer, running_normalization and clip"
         )
 

@@ -20,8 +20,8 @@ from mppo.batch.packed import PackedBatch
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.objectives import LogProbPass
 from mppo.trainer.batches import StepBatch
-from mppo.trainer.resolve import Resolved
 from mppo.trainer.roles import TrainableRole
+from mppo.trainer.run_spec import RunSpec
 
 
 def advantage_inputs(batch: StepBatch, reduction: Reduction) -> AdvantageInputs:
@@ -56,7 +56,7 @@ def advantage_inputs(batch: StepBatch, reduction: Reduction) -> AdvantageInputs:
 class Preparation:
     """Prepares the mini-batches of one actor."""
 
-    resolved: Resolved
+    spec: RunSpec
     actor: TrainableRole
     head: PolicyHead
     reduction: Reduction
@@ -64,7 +64,7 @@ class Preparation:
     @property
     def corrects(self) -> bool:
         """Whether weights or rejection follow from the current policy."""
-        correction = self.resolved.correction
+        correction = self.spec.correction
         return correction.bypass_mode and (correction.rollout_is is not None or correction.rollout_rs is not None)
 
     def prepare(self, batch: StepBatch, indices: list[int], number: int) -> tuple[StepBatch, Reduced | None]:
@@ -73,21 +73,21 @@ class Preparation:
         It is the `number`th of the training step. Costs a forward pass over it, unless nothing is needed, or the anchor
         is the current policy.
         """
-        if not self.corrects and self.resolved.policy_loss.prepare is None:
+        if not self.corrects and self.spec.policy_loss.prepare is None:
             return batch, None
         log_probs = self._current_log_probs(batch, indices, number)
         summary = None
         if self.corrects:
             batch, summary = self._correct(batch, indices, log_probs)
-        if self.resolved.policy_loss.prepare is not None:
+        if self.spec.policy_loss.prepare is not None:
             batch = self._prepare_loss(batch, indices, log_probs, number)
         return batch, summary
 
     def _current_log_probs(self, batch: StepBatch, indices: list[int], number: int) -> Tensor:
         """`[T]`. Before the first update of a step they are those of the anchor, which need no pass."""
-        if number == 0 and not self.resolved.correction.bypass_mode:
+        if number == 0 and not self.spec.correction.bypass_mode:
             return batch.packed.old_log_probs
-        limit = self.resolved.actor.infer_limit
+        limit = self.spec.actor.infer_limit
         return self.actor.forward(batch, limit, LogProbPass(self.head), indices)["log_probs"]
 
     def _correct(self, batch: StepBatch, indices: list[int], log_probs: Tensor) -> tuple[StepBatch, Reduced]:
@@ -99,7 +99,7 @@ class Preparation:
             segments=part.segments,
             reduction=self.reduction,
         )
-        correction = correct(inputs, self.resolved.correction)
+        correction = correct(inputs, self.spec.correction)
         if correction.weights is not None:
             batch = batch.with_fields(rollout_is_weights=_put_back(batch, part, correction.weights))
         kept = batch.packed.training.clone()
@@ -107,8 +107,8 @@ class Preparation:
         return batch.keeping(kept, self.reduction), correction.summary
 
     def _prepare_loss(self, batch: StepBatch, indices: list[int], log_probs: Tensor, number: int) -> StepBatch:
-        seed = random.Random(f"{self.resolved.config.trainer.seed}/{batch.step}/{number}").getrandbits(60)
-        return prepare_loss(self.resolved.policy_loss, batch, indices, log_probs, seed, self.reduction)
+        seed = random.Random(f"{self.spec.config.trainer.seed}/{batch.step}/{number}").getrandbits(60)
+        return prepare_loss(self.spec.policy_loss, batch, indices, log_probs, seed, self.reduction)
 
 
 def prepare_loss(

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from mppo.batch.batch_plan import assign_ranks
 from mppo.batch.moving import moved
-from mppo.batch.plan import assign_ranks
 from mppo.megatron.collectives import exchange_rows
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import StepBatch, mini_batches_of_epoch
-from mppo.trainer.resolve import UpdateSettings
+from mppo.trainer.run_spec import UpdateSettings
 
 
 def balanced_mini_batches(

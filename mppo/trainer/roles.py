@@ -9,14 +9,14 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mppo.algorithm.statistics import Ratio, add_up
-from mppo.batch.plan import MicroBatchLimit
+from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import OptimConfig
 from mppo.errors import TrainingError
 from mppo.megatron.collectives import from_last_stage, gather_from_all, join_slices, reduce_statistics
 from mppo.megatron.model import wrap_for_training
-from mppo.megatron.objectives import NOT_FINITE, ForwardPass, Objective
+from mppo.megatron.objectives import NON_FINITE, ForwardPass, Objective
+from mppo.megatron.offload import OffloadedTensors, gradients_of, optimizer_state_of, weights_of
 from mppo.megatron.optimizer import Optimizer
-from mppo.megatron.parking import Parking, gradients_of, optimizer_state_of, weights_of
 from mppo.megatron.router import take_balance_loss
 from mppo.megatron.schedule import output_weight, run_schedule
 from mppo.megatron.topology import Topology
@@ -28,13 +28,13 @@ class Role:
 
     def __init__(self, chunks: list[torch.nn.Module], topology: Topology, placement: str):
         self.chunks, self.topology, self.placement = chunks, topology, placement
-        self.weights = Parking(partial(weights_of, chunks))
+        self.weights = OffloadedTensors(partial(weights_of, chunks))
         if placement == "host":
-            self.weights.park()
+            self.weights.offload()
 
     def awake(self) -> AbstractContextManager:
         """The weights are on the device inside. Whoever goes through them without a pass (an export) enters this."""
-        return self.weights.occupied() if self.placement == "host" else nullcontext()
+        return self.weights.onloaded() if self.placement == "host" else nullcontext()
 
     def forward(
         self, batch: StepBatch, limit: MicroBatchLimit, closure: ForwardPass, indices: list[int] | None = None
@@ -92,21 +92,21 @@ class TrainableRole(Role):
         wrapped = wrap_for_training(chunks, optim)
         self.optimizer = Optimizer(wrapped, optim, dtype)
         self.gathers_late = optim.overlap_param_gather
-        self.state = Parking(partial(optimizer_state_of, self.optimizer.megatron))
-        self.gradients = Parking(partial(gradients_of, wrapped), keep=False)
+        self.state = OffloadedTensors(partial(optimizer_state_of, self.optimizer.megatron))
+        self.gradients = OffloadedTensors(partial(gradients_of, wrapped), keep=False)
         super().__init__(wrapped, topology, placement)
-        self.parked = [self.weights, self.state, self.gradients] if placement == "host" else []
-        if optim.state_placement == "host" and not self.parked:
-            self.parked = [self.state]
-        for parking in self.parked:
-            parking.park()
+        self.offloaded = [self.weights, self.state, self.gradients] if placement == "host" else []
+        if optim.state_placement == "host" and not self.offloaded:
+            self.offloaded = [self.state]
+        for offloaded in self.offloaded:
+            offloaded.offload()
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Weights, gradients and optimizer state are on the device inside; afterwards all parameters are gathered."""
         with ExitStack() as stack:
-            for parking in self.parked:
-                stack.enter_context(parking.occupied())
+            for offloaded in self.offloaded:
+                stack.enter_context(offloaded.onloaded())
             yield
             if self.gathers_late:
                 for chunk in self.chunks:
@@ -122,7 +122,7 @@ class TrainableRole(Role):
         self.optimizer.zero_grad()
         statistics = run_schedule(self.chunks, mini_batch.micro_batches, objective)
         metrics = reduce_statistics(add_up(statistics), self.topology)
-        self._refuse_broken_losses(int(metrics.pop(objective.prefix + NOT_FINITE).value), objective)
+        self._refuse_broken_losses(int(metrics.pop(objective.prefix + NON_FINITE).value), objective)
         numbers = {}
         if get_model_config(self.chunks[0]).moe_aux_loss_coeff:
             numbers["balance_loss"] = take_balance_loss(self.chunks, mini_batch.tokens)

@@ -15,7 +15,7 @@ from mppo.errors import DataError, RewardError
 from mppo.megatron import platform
 from mppo.megatron.collectives import data_parallel_reduction, fail_together, gather_from_all, sum_with_gradient
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
-from mppo.rollout.engine import Request, SamplingParams
+from mppo.rollout.engines.contract import Request, SamplingParams
 from mppo.rollout.rewards import check_parts, score
 from mppo.trainer.assemble import Parts
 from mppo.trainer.batches import StepBatch, balance, check_budgets, cut_mini_batch
@@ -49,7 +49,7 @@ class Trainer:
 
     def __init__(self, parts: Parts):
         self.parts = parts
-        self.config, self.resolved, self.topology = parts.config, parts.resolved, parts.topology
+        self.config, self.spec, self.topology = parts.config, parts.spec, parts.topology
         self.buffer = ReplayBuffer()
         self.metrics: dict[str, float] = {}
         control = self.config.algorithm.kl_ctrl
@@ -61,7 +61,7 @@ class Trainer:
         self.moments = RunningMoments()
         self.batches_drawn = 0
         """Batches of prompts that the run has asked for; with dynamic sampling a step may ask for several."""
-        self.preparation = Preparation(self.resolved, parts.actor, parts.head, self.reduction)
+        self.preparation = Preparation(self.spec, parts.actor, parts.head, self.reduction)
         self._warned: set[str] = set()
 
     def train(self) -> dict[str, float]:
@@ -150,7 +150,7 @@ class Trainer:
         ]
         trajectories = self._generate(requests, self.parts.sampling)
         greedy = []
-        if self.resolved.estimator.greedy_baseline:
+        if self.spec.estimator.greedy_baseline:
             requests = [Request(group, group, prompt.ids, (seed, step, group)) for group, prompt in prompts.items()]
             greedy = self._generate(requests, self.parts.greedy)
         self.buffer.add(Rollout(trajectories, prompts, greedy))
@@ -175,37 +175,37 @@ class Trainer:
         """Step 2: give every trajectory its reward and accuracy. Samples are written even if it fails."""
         tokenizer, shown = self.parts.model.tokenizer, rollout.trajectories[: self.config.trainer.samples_per_step]
         try:
-            score(self.resolved.reward, rollout.trajectories + rollout.greedy, rollout.prompts, tokenizer)
-            check_parts(rollout.trajectories, self.resolved.estimator.reward_keys)
+            score(self.spec.reward, rollout.trajectories + rollout.greedy, rollout.prompts, tokenizer)
+            check_parts(rollout.trajectories, self.spec.estimator.reward_keys)
         finally:
             self.parts.reporter.samples([SampleLine.of(t, rollout.prompts[t.group], tokenizer) for t in shown])
 
     @named_step
     def balance(self, rollout: Rollout, step: int) -> StepBatch:
         """Step 3: bring every trajectory to the data-parallel rank that trains it first, and pack."""
-        baselines = greedy_rewards(rollout) if self.resolved.estimator.greedy_baseline else None
+        baselines = greedy_rewards(rollout) if self.spec.estimator.greedy_baseline else None
         model, seed = self.parts.model.config, self.config.trainer.seed
-        batch = balance(rollout.trajectories, self.resolved.actor, model, step, seed, self.topology, baselines)
-        check_budgets(batch.table, self.resolved.actor.limits, self.topology)
+        batch = balance(rollout.trajectories, self.spec.actor, model, step, seed, self.topology, baselines)
+        check_budgets(batch.table, self.spec.actor.limits, self.topology)
         if self.parts.critic is not None:
-            check_budgets(batch.table, self.resolved.critic.limits, self.parts.critic.topology)
+            check_budgets(batch.table, self.spec.critic.limits, self.parts.critic.topology)
         self.metrics |= trajectory_metrics(batch.table)
         return batch
 
     @named_step
     def old_log_probs(self, batch: StepBatch) -> StepBatch:
         """Step 4: the PPO anchor, under the weights before any update of this step; in bypass mode the rollout's."""
-        if self.resolved.correction.bypass_mode:
+        if self.spec.correction.bypass_mode:
             return batch.with_fields(old_log_probs=batch.packed.rollout_log_probs)
-        if self.resolved.anchor_is_current:
+        if self.spec.anchor_is_current:
             return batch  # the objective takes the current log-probs, which are the same
         algorithm, names = self.config.algorithm, ["log_probs"]
-        if self.resolved.estimator.sum_pi_squared:
+        if self.spec.estimator.sum_pi_squared:
             names.append("sum_pi_squared")
         if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL:
             names.append("hidden")
         closure = LogProbPass(self.parts.head, tuple(names))
-        output = self.parts.actor.forward(batch, self.resolved.actor.infer_limit, closure)
+        output = self.parts.actor.forward(batch, self.spec.actor.infer_limit, closure)
         return batch.with_fields(
             old_log_probs=output["log_probs"],
             sum_pi_squared=output.get("sum_pi_squared"),
@@ -225,7 +225,7 @@ class Trainer:
             names.append("full_kl")
             weight = self.parts.actor.output_weight()
         closure = ReferencePass(self.parts.head, tuple(names), weight)
-        output = self.parts.reference.forward(batch, self.resolved.actor.infer_limit, closure)
+        output = self.parts.reference.forward(batch, self.spec.actor.infer_limit, closure)
         return batch.with_fields(
             ref_log_probs=output["log_probs"],
             ref_hidden=output.get("hidden"),
@@ -238,7 +238,7 @@ class Trainer:
         """Step 6: the critic's predictions, where the estimator needs them."""
         if self.parts.critic is None:
             return batch
-        output = self.parts.critic.forward(batch, self.resolved.critic.infer_limit, ValuePass())
+        output = self.parts.critic.forward(batch, self.spec.critic.infer_limit, ValuePass())
         return batch.with_fields(values=output["values"])
 
     @named_step
@@ -249,14 +249,14 @@ class Trainer:
         if self.config.algorithm.use_kl_in_reward:
             batch = self._penalise(batch)
         inputs = advantage_inputs(batch, self.reduction)
-        result = self.resolved.estimator(inputs)
+        result = self.spec.estimator(inputs)
         with fail_together():
-            self.resolved.estimator.check_finite(result, inputs)
+            self.spec.estimator.check_finite(result, inputs)
         batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
         self.metrics |= batch_metrics(batch.packed, self.reduction)
-        if self.resolved.makes_old_pass:
+        if self.spec.makes_old_pass:
             self.metrics |= mismatch_metrics(batch.packed, self.reduction)
-        if self.resolved.estimator.groups:
+        if self.spec.estimator.groups:
             self._count_groups_of_one(groups_of_one(inputs))
         if self.parts.critic is not None:
             self.metrics["critic/explained_variance"] = explained_variance(
@@ -272,8 +272,8 @@ class Trainer:
         if self.config.algorithm.overlong_masking:
             kept = without_truncated(batch.packed, batch.table.truncated)
             batch = batch.keeping(kept, self.reduction)
-        correction, packed = self.resolved.correction, batch.packed
-        if not self.resolved.makes_old_pass:
+        correction, packed = self.spec.correction, batch.packed
+        if not self.spec.makes_old_pass:
             return batch
         inputs = CorrectionInputs(
             packed.old_log_probs, packed.rollout_log_probs, packed.training, packed.segments, self.reduction
@@ -327,7 +327,7 @@ class Trainer:
         if self.parts.critic is None:
             return
         batch = batch.with_fields(ref_hidden=None)  # which only the actor reads
-        critic, settings, mean = self.parts.critic, self.resolved.critic, MeanOverUpdates("critic/")
+        critic, settings, mean = self.parts.critic, self.spec.critic, MeanOverUpdates("critic/")
         steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, critic.topology)
         with critic.training():
             for batch, indices in steps:
@@ -339,7 +339,7 @@ class Trainer:
     @named_step
     def update_actor(self, batch: StepBatch) -> None:
         """Step 9: epochs of mini-batches on the actor."""
-        settings, terms, mean = self.resolved.actor, self.resolved.terms, MeanOverUpdates("actor/")
+        settings, terms, mean = self.spec.actor, self.spec.terms, MeanOverUpdates("actor/")
         steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, self.topology)
         reference_weight = None
         if terms.uses_full_kl:
@@ -367,7 +367,7 @@ class Trainer:
         requests = [Request(i, i, prompt.ids, (0, i)) for i, prompt in prompts.items()]
         trajectories = self.parts.engine.generate(self._share(requests), self.parts.greedy)
         with fail_together():
-            score(self.resolved.reward, trajectories, prompts, self.parts.model.tokenizer)
+            score(self.spec.reward, trajectories, prompts, self.parts.model.tokenizer)
         everywhere = [
             line for lines in gather_from_all([(t.accuracy, t.reward) for t in trajectories]) for line in lines
         ]

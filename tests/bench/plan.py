@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mppo.batch.balance import WorkloadModel
-from mppo.batch.plan import BatchPlan, MicroBatchLimit, make_batch_plan
+from mppo.batch.batch_plan import BatchPlan, MicroBatchLimit, make_batch_plan
 
 SEED = 0
 MINI_BATCHES = 8

@@ -24,8 +24,8 @@ from transformers import LlamaConfig
 from mppo.algorithm.actor_loss import ActorTerms
 from mppo.algorithm.policy_losses import policy_loss
 from mppo.batch.balance import WorkloadModel
+from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.batch.packed import PackedBatch, pack
-from mppo.batch.plan import MicroBatchLimit
 from mppo.batch.trajectory import Trajectory
 from mppo.config import OptimConfig
 from mppo.megatron import platform, topology
@@ -34,8 +34,8 @@ from mppo.megatron.layers import packed_seq_params
 from mppo.megatron.model import build_chunks
 from mppo.megatron.objectives import PolicyObjective
 from mppo.trainer.batches import StepBatch, cut_mini_batch
-from mppo.trainer.resolve import UpdateSettings
 from mppo.trainer.roles import TrainableRole
+from mppo.trainer.run_spec import UpdateSettings
 from mppo.weights.architectures import architecture_of
 from tests.distributed.launch import torchrun
 from tests.invariance.matrix import known_layouts, parallel_config, processes_of
@@ -168,7 +168,7 @@ def main() -> None:
     results = Path(options.json or "step.json").with_suffix(".seconds.json")
     given = [f"--{name}={getattr(options, name)}" for name in ("layout", "repeats", "prompt")]
     processes = 1 if options.layout == "dp1" else processes_of(options.layout)
-    torchrun(str(Path(__file__).resolve()), processes, "--worker", results.resolve(), *given, timeout=1800)
+    torchrun(str(Path(__file__).make_run_spec()), processes, "--worker", results.make_run_spec(), *given, timeout=1800)
     seconds = json.loads(results.read_text())
     results.unlink()
     ratio = seconds["mppo"] / seconds["bare"]

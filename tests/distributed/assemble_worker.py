@@ -21,7 +21,7 @@ def described(role: TrainableRole) -> dict:
     config = get_model_config(role.chunks[0])
     with role.training():
         role.optimizer.step()
-        occupied = {name: getattr(role, name).parked_bytes for name in ("weights", "state", "gradients")}
+        onloaded = {name: getattr(role, name).offloaded_bytes for name in ("weights", "state", "gradients")}
     return {
         "chunks": len(role.chunks),
         "layers": config.num_layers,
@@ -29,8 +29,8 @@ def described(role: TrainableRole) -> dict:
         "recompute": config.recompute_granularity,
         "multiple": role.topology.micro_batch_multiple,
         "dtype": str(config.params_dtype),
-        "occupied": occupied,
-        "parked": {name: getattr(role, name).parked_bytes for name in ("weights", "state", "gradients")},
+        "onloaded": onloaded,
+        "offloaded": {name: getattr(role, name).offloaded_bytes for name in ("weights", "state", "gradients")},
     }
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 import torch
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from mppo.batch.plan import MicroBatchLimit
+from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import OptimConfig, ParallelConfig, RecomputeConfig
 from mppo.megatron.model_config import ModelConfig
-from mppo.trainer.estimate.memory import HeadTerms
-from mppo.trainer.resolve import UpdateSettings
+from mppo.planning.estimate.memory import HeadTerms
+from mppo.trainer.run_spec import UpdateSettings
 from mppo.weights.architectures import architecture_of
 from tests.invariance.matrix import parallel_config, processes_of
 

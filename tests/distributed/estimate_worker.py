@@ -16,15 +16,15 @@ from torch import Tensor
 from mppo.algorithm.actor_loss import ActorTerms
 from mppo.algorithm.policy_losses import policy_loss
 from mppo.batch.balance import WorkloadModel
+from mppo.batch.batch_plan import assign_ranks
 from mppo.batch.packed import pack
-from mppo.batch.plan import assign_ranks
 from mppo.batch.trajectory import Trajectory
 from mppo.megatron import topology as layouts
 from mppo.megatron.collectives import gather_from_all
 from mppo.megatron.head import LastHidden, PolicyHead
 from mppo.megatron.model import build_chunks
 from mppo.megatron.objectives import PolicyObjective
-from mppo.megatron.parking import gradients_of, optimizer_state_of, weights_of
+from mppo.megatron.offload import gradients_of, optimizer_state_of, weights_of
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import StepBatch, cut_mini_batch
 from mppo.trainer.roles import TrainableRole

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.algorithm.conformance import draw_sample, loss_and_gradient, token_losses
 from mppo.algorithm.kl import full
 from mppo.algorithm.policy_losses import policy_loss
 from mppo.algorithm.segments import Segments
+from mppo.check_loss.examination import draw_sample, loss_and_gradient, token_losses
 from mppo.megatron.collectives import sum_with_gradient
 from mppo.megatron.head import TERMS, LastHidden, PolicyHead
 

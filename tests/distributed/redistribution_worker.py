@@ -11,15 +11,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mppo.batch.balance import WorkloadModel
+from mppo.batch.batch_plan import MicroBatchLimit, assign_ranks
 from mppo.batch.packed import PackedBatch, pack
-from mppo.batch.plan import MicroBatchLimit, assign_ranks
 from mppo.config import ParallelConfig
 from mppo.megatron import topology as layouts
 from mppo.megatron.collectives import WIDTH, gather_from_all
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import StepBatch, mini_batches_of_epoch
 from mppo.trainer.redistribution import balanced_mini_batches, redistribute
-from mppo.trainer.resolve import UpdateSettings
+from mppo.trainer.run_spec import UpdateSettings
 from tests.distributed.hook_cases import LAYOUTS
 from tests.unit.samples import differing_fields, table_of, trajectory, with_every_field
 

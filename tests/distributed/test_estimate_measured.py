@@ -5,10 +5,10 @@ from dataclasses import asdict
 import pytest
 
 from mppo.megatron.head import CPU_BLOCK
-from mppo.trainer.estimate import Estimate, estimate
-from mppo.trainer.estimate.layout import FP32, Layout
-from mppo.trainer.estimate.lengths import Length, load_of
-from mppo.trainer.estimate.memory import HeadTerms, head_bytes
+from mppo.planning.estimate import Estimate, estimate
+from mppo.planning.estimate.lengths import Length, load_of
+from mppo.planning.estimate.memory import HeadTerms, head_bytes
+from mppo.planning.estimate.stage_layout import FP32, Layout
 from tests.distributed.estimate_cases import CASES, HEADS, PROMPT, RESPONSE, SETTINGS, TRAJECTORIES, Case, HeadCase
 from tests.distributed.launch import torchrun_results
 

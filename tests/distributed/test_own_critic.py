@@ -58,9 +58,9 @@ def test_what_is_its_own_reaches_the_critic_and_not_the_actor(other_family, tmp_
     assert [actor[name] for name in cut] == [1, 4, None, 1, "torch.float32"]
     assert [critic[name] for name in cut] == [4, 8, "full", 2, "torch.bfloat16"]
 
-    assert not any(actor["parked"].values()), "nothing of the actor rests in host memory"
-    assert critic["parked"]["state"] > 0 and critic["parked"]["weights"] == critic["parked"]["gradients"] == 0
-    assert not any(critic["occupied"].values()), "during an update everything is on the device"
+    assert not any(actor["offloaded"].values()), "nothing of the actor rests in host memory"
+    assert critic["offloaded"]["state"] > 0 and critic["offloaded"]["weights"] == critic["offloaded"]["gradients"] == 0
+    assert not any(critic["onloaded"].values()), "during an update everything is on the device"
 
 
 def test_the_critic_alone_is_interleaved_and_recomputed(other_family, one_process, tmp_path):

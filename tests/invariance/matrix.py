@@ -5,7 +5,7 @@ from itertools import product
 
 from mppo.algorithm.aggregation import AGGREGATIONS
 from mppo.algorithm.policy_losses import POLICY_LOSSES
-from mppo.batch.plan import MicroBatchLimit
+from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import ParallelConfig
 
 SHORT = {

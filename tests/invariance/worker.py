@@ -17,8 +17,8 @@ from mppo.algorithm.actor_loss import ActorTerms
 from mppo.algorithm.policy_losses import policy_loss
 from mppo.algorithm.statistics import add_up
 from mppo.batch.balance import WorkloadModel
+from mppo.batch.batch_plan import assign_ranks
 from mppo.batch.packed import pack
-from mppo.batch.plan import assign_ranks
 from mppo.config import ModelSource, OptimConfig
 from mppo.megatron import topology as layouts
 from mppo.megatron.collectives import (
@@ -29,13 +29,13 @@ from mppo.megatron.collectives import (
 )
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks
-from mppo.megatron.objectives import NOT_FINITE, LogProbPass, PolicyObjective, ValueObjective, ValuePass
+from mppo.megatron.objectives import NON_FINITE, LogProbPass, PolicyObjective, ValueObjective, ValuePass
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, cut_mini_batch
 from mppo.trainer.preparation import prepare_loss
-from mppo.trainer.resolve import UpdateSettings
 from mppo.trainer.roles import TrainableRole
+from mppo.trainer.run_spec import UpdateSettings
 from mppo.weights.pretrained import PretrainedModel, open_model
 from mppo.weights.transfer import Exporter, load, local_parameters
 from tests.distributed.dense_reference import NORM, random_batch
@@ -127,7 +127,7 @@ class Bench:
         self.role.optimizer.zero_grad()
         statistics = run_schedule(self.role.chunks, mini_batch.micro_batches, self._objective(loss, mini_batch))
         metrics = reduce_statistics(add_up(statistics), self.topology)
-        return {name: ratio.value for name, ratio in metrics.items() if not name.endswith(NOT_FINITE)}
+        return {name: ratio.value for name, ratio in metrics.items() if not name.endswith(NON_FINITE)}
 
     def _objective(self, loss, mini_batch: MiniBatch):
         if self.critic:

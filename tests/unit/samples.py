@@ -8,11 +8,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mppo.algorithm.parts import in_parts
 from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.segments import Segments
 from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.trajectory import Trajectory
+from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from mppo.trainer.batches import TrajectoryTable
 
 
@@ -136,4 +136,4 @@ def masked_sum(loss: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
 
 def over_parts(parts: list[Any], compute: Callable[[Any, Reduction], Any]) -> list[Any]:
     """`compute(part, reduction)` for all parts of a batch at once, where `reduction` is over the parts."""
-    return in_parts(parts, lambda part, exchange: compute(part, exchange.reduction()))
+    return on_simulated_ranks(parts, lambda part, exchange: compute(part, exchange.reduction()))

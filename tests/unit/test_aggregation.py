@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mppo.algorithm.aggregation import AGGREGATIONS, BatchCounts, token_weights
-from mppo.batch.plan import MicroBatchLimit, plan_micro_batches
+from mppo.batch.batch_plan import MicroBatchLimit, plan_micro_batches
 from mppo.errors import ConfigError
 from tests.unit.samples import masked_sum, packed_batches, segments_of, vectors
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mppo.algorithm.conformance import examine, probe
-from mppo.algorithm.parts import in_parts
 from mppo.algorithm.policy_losses import POLICY_LOSSES, TokenLosses, policy_loss
+from mppo.check_loss.examination import examine, probe
+from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from mppo.cli.main import main
 from mppo.errors import ConfigError
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_checked_is_named(arguments, said, capsys):
 
 
 def test_the_picture_shows_the_clip(tmp_path):
-    from mppo.cli.check_loss import curve
+    from mppo.check_loss.report import curve
 
     ratios = torch.tensor([0.5, 1.0, 1.1, 2.0], dtype=torch.double)
     losses, gradients = curve(policy_loss("vanilla"), 1.0, ratios)
@@ -170,7 +170,7 @@ def test_an_error_in_one_part_is_raised_and_leaves_no_other_waiting():
         return exchange.sum(torch.ones(1))
 
     with pytest.raises(ValueError, match="part 1"):
-        in_parts([0, 1, 2], fail)
+        on_simulated_ranks([0, 1, 2], fail)
 
 
 def test_the_loss_in_the_readme_passes(tmp_path, monkeypatch):
@@ -182,6 +182,6 @@ def test_the_loss_in_the_readme_passes(tmp_path, monkeypatch):
 
 
 def test_parts_that_reduce_unequally_do_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr("mppo.algorithm.parts.PATIENCE", 0.2)
+    monkeypatch.setattr("mppo.check_loss.simulated_ranks.PATIENCE", 0.2)
     with pytest.raises(RuntimeError, match="all must, whatever they hold"):
-        in_parts([0, 1], lambda part, exchange: exchange.sum(torch.ones(1)) if part == 0 else None)
+        on_simulated_ranks([0, 1], lambda part, exchange: exchange.sum(torch.ones(1)) if part == 0 else None)

@@ -9,7 +9,7 @@ from mppo.algorithm.policy_losses import TokenLosses
 from mppo.cli.compose import default_config_dir, load_config
 from mppo.config import Config
 from mppo.errors import ConfigError
-from mppo.trainer.resolve import resolve
+from mppo.trainer.run_spec import make_run_spec
 
 pytestmark = pytest.mark.unit
 
@@ -20,8 +20,8 @@ def config_with(*overrides: str) -> Config:
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in default_config_dir().glob("*.yaml") if p.stem != "train"))
 def test_every_shipped_configuration_resolves(name):
-    resolved = resolve(load_config(name, []), data_parallel_size=1)
-    assert resolved.trajectories == resolved.config.data.train_batch_size * resolved.config.rollout.n
+    spec = make_run_spec(load_config(name, []), data_parallel_size=1)
+    assert spec.trajectories == spec.config.data.train_batch_size * spec.config.rollout.n
 
 
 def test_a_group_is_chosen_by_name_and_its_fields_can_still_be_set():
@@ -39,8 +39,8 @@ def test_overrides_set_fields_that_no_file_mentions():
 
 
 def test_clip_ratio_sets_both_sides_unless_a_side_is_given():
-    resolved = resolve(config_with("actor.policy_loss.clip_ratio=0.3", "actor.policy_loss.clip_ratio_high=0.5"), 1)
-    loss_config = resolved.policy_loss.fn.keywords["config"]
+    spec = make_run_spec(config_with("actor.policy_loss.clip_ratio=0.3", "actor.policy_loss.clip_ratio_high=0.5"), 1)
+    loss_config = spec.policy_loss.fn.keywords["config"]
     assert (loss_config.low, loss_config.high) == (0.3, 0.5)
 
 
@@ -106,29 +106,29 @@ def test_a_bad_field_is_named_when_the_configuration_is_read(override, named):
 )
 def test_a_contradiction_is_named_when_the_configuration_is_resolved(override, named):
     with pytest.raises(ConfigError) as caught:
-        resolve(config_with(override), data_parallel_size=1)
+        make_run_spec(config_with(override), data_parallel_size=1)
     assert named in str(caught.value)
 
 
 def test_a_missing_micro_batch_limit_is_named():
     with pytest.raises(ConfigError, match=r"actor\.ppo_micro_batch_size_per_gpu is not given"):
-        resolve(load_config("train", []), data_parallel_size=1)
+        make_run_spec(load_config("train", []), data_parallel_size=1)
 
 
 def test_both_kl_paths_warn_with_both_coefficients_and_strict_refuses():
     both = ("actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true", "rollout.n=2")
-    (warning,) = resolve(config_with(*both), 1).warnings
+    (warning,) = make_run_spec(config_with(*both), 1).warnings
     assert "actor.kl_loss_coef=0.001" in warning and "algorithm.kl_ctrl.kl_coef=0.001" in warning
     with pytest.raises(ConfigError, match="strict=true"):
-        resolve(config_with(*both, "strict=true"), 1)
+        make_run_spec(config_with(*both, "strict=true"), 1)
 
 
 def test_the_critic_inherits_the_actors_limits_and_mode_and_may_have_its_own():
     gae = ("algorithm.adv_estimator=gae", "actor.loss_agg_mode=seq-mean-token-sum")
-    inherited = resolve(config_with(*gae), 1)
+    inherited = make_run_spec(config_with(*gae), 1)
     assert inherited.critic.limit == inherited.actor.limit
     assert inherited.critic.loss_agg_mode == "seq-mean-token-sum"
-    own = resolve(
+    own = make_run_spec(
         config_with(
             *gae,
             "critic.use_dynamic_bsz=true",
@@ -159,8 +159,8 @@ VPP2 = "parallel.virtual_pipeline_model_parallel_size=2"
     ],
 )
 def test_the_critics_layout_is_the_actors_but_for_what_it_is_given(overrides, sequence_parallel, vpp):
-    resolved = resolve(config_with("algorithm.adv_estimator=gae", *TWO_BY_TWO, *overrides), 1)
-    own = resolved.critic_parallel
+    spec = make_run_spec(config_with("algorithm.adv_estimator=gae", *TWO_BY_TWO, *overrides), 1)
+    own = spec.critic_parallel
     assert (own.tensor_model_parallel_size, own.pipeline_model_parallel_size) == (2, 2)
     assert (own.sequence_parallel, own.virtual_pipeline_model_parallel_size) == (sequence_parallel, vpp)
 
@@ -174,12 +174,14 @@ def test_the_critics_layout_is_the_actors_but_for_what_it_is_given(overrides, se
 )
 def test_a_layout_of_the_critic_that_the_process_groups_leave_no_place_for(override, said):
     with pytest.raises(ConfigError, match=said) as caught:
-        resolve(config_with("algorithm.adv_estimator=gae", override), 1)
+        make_run_spec(config_with("algorithm.adv_estimator=gae", override), 1)
     assert override.partition("=")[0] in str(caught.value)
 
 
 def test_a_loss_by_import_path_is_found():
-    loss = resolve(config_with("actor.policy_loss.loss_mode=tests.unit.test_config:a_loss_of_ones_own"), 1).policy_loss
+    loss = make_run_spec(
+        config_with("actor.policy_loss.loss_mode=tests.unit.test_config:a_loss_of_ones_own"), 1
+    ).policy_loss
     assert (loss.fn, loss.loss_agg_mode) == (a_loss_of_ones_own, "token-mean")
 
 

@@ -9,15 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mppo.batch.balance import WorkloadModel
-from mppo.batch.plan import MicroBatchLimit, make_batch_plan
+from mppo.batch.batch_plan import MicroBatchLimit, make_batch_plan
 from mppo.cli.main import main
 from mppo.config import DataConfig, OptimConfig, ParallelConfig, RecomputeConfig
 from mppo.errors import ConfigError, DataError
-from mppo.trainer.estimate import StageEstimate, estimate, mix_of
-from mppo.trainer.estimate.layout import Layout, stage_weights
-from mppo.trainer.estimate.lengths import Length, Load, Sample, Spread, load_of
-from mppo.trainer.estimate.memory import HeadTerms, in_flight
-from mppo.trainer.resolve import UpdateSettings
+from mppo.planning.estimate import StageEstimate, estimate, mix_of
+from mppo.planning.estimate.lengths import Length, Load, Sample, Spread, load_of
+from mppo.planning.estimate.memory import HeadTerms, in_flight
+from mppo.planning.estimate.stage_layout import Layout, stage_weights
+from mppo.trainer.run_spec import UpdateSettings
 from mppo.weights.architectures import architecture_of
 from tests.distributed.model_folders import CONFIGS, REWARD_MODELS
 

@@ -12,14 +12,14 @@ import mppo
 pytestmark = pytest.mark.unit
 
 PACKAGE = Path(mppo.__file__).parent
-ROOMS = ["cli", "trainer", "rollout", "weights", "megatron", "batch", "algorithm", "ground"]
+ROOMS = ["cli", "planning", "trainer", "rollout", "weights", "megatron", "check_loss", "batch", "algorithm", "ground"]
 """From the top; `ground` is what everybody may import."""
 GROUND = {"mppo", "registry", "config", "errors"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def room_of(module: str) -> str:
-    """`mppo.batch.plan` -> `batch`."""
+    """`mppo.batch.batch_plan` -> `batch`."""
     name = [*module.split("."), "mppo"][1]
     return "ground" if name in GROUND else "cli" if name == "__main__" else name
 
@@ -30,7 +30,7 @@ def module_of(file: Path) -> str:
 
 
 def imports(source: str, package: str) -> list[str]:
-    """Every module that the source imports, at any depth of the code; relative ones are resolved in `package`."""
+    """Every module that the source imports, at any depth of the code; relative ones are spec in `package`."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -47,10 +47,8 @@ def imported_by(file: Path) -> list[str]:
 
 
 def test_all_kinds_of_imports_are_seen():
-    source = (
-        "import torch.nn as nn\nfrom mppo import batch\ndef f():\n    from . import kl\n    from ..batch.plan import x"
-    )
-    assert imports(source, "mppo.algorithm") == ["torch.nn", "mppo.batch", "mppo.algorithm", "mppo.batch.plan"]
+    source = "import torch.nn as nn\nfrom mppo import batch\ndef f():\n    from . import kl\n    from ..batch.batch_plan import x"
+    assert imports(source, "mppo.algorithm") == ["torch.nn", "mppo.batch", "mppo.algorithm", "mppo.batch.batch_plan"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: module_of(file))
@@ -58,6 +56,37 @@ def test_a_file_imports_from_its_own_room_and_below(file):
     here = room_of(module_of(file))
     above = ROOMS[: ROOMS.index(here)]
     assert [m for m in imported_by(file) if m.split(".")[0] == "mppo" and room_of(m) in above] == []
+
+
+def test_no_circle_of_imports():
+    """Not inside a room either; what is imported for type checkers only counts too."""
+    modules = {module_of(file): file for file in FILES}
+    edges = {
+        module: {target for target in imported_names(file) if target in modules and target != module}
+        for module, file in modules.items()
+        if file.name != "__init__.py"
+    }
+    while True:  # take away what imports nothing that is left; what stays is on a circle or leads to one
+        leaves = {module for module, targets in edges.items() if not targets & edges.keys()}
+        if not leaves:
+            break
+        edges = {module: targets for module, targets in edges.items() if module not in leaves}
+    assert sorted(edges) == []
+
+
+def imported_names(file: Path) -> set[str]:
+    """The modules that a file imports from, `from a.b import c` standing for `a.b` and for `a.b.c`."""
+    found = set(imported_by(file))
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_no_file_name_occurs_twice():
+    """`__init__` aside: whoever searches for a file by its name finds one."""
+    names = [file.name for file in FILES if file.name != "__init__.py"]
+    assert {name for name in names if names.count(name) > 1} == set()
 
 
 @pytest.mark.parametrize("file", (PACKAGE / "algorithm").rglob("*.py"), ids=lambda file: module_of(file))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mppo.errors import ModelError
-from mppo.rollout.engine import Request, SamplingParams
-from mppo.rollout.local import LocalEngine
+from mppo.rollout.engines.contract import Request, SamplingParams
+from mppo.rollout.engines.local import LocalEngine
 from mppo.weights.presets import PRESETS
 
 pytestmark = pytest.mark.unit

@@ -3,9 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mppo.algorithm.parts import Exchange, in_parts
 from mppo.batch.moving import moved
 from mppo.batch.packed import pack
+from mppo.check_loss.simulated_ranks import Exchange, on_simulated_ranks
 from tests.unit.samples import assignments, batches, differing_fields, held_by, trajectory, with_every_field
 
 pytestmark = pytest.mark.unit
@@ -37,7 +37,7 @@ def test_after_a_move_each_rank_has_what_it_would_have_been_given_at_first(data)
         rank, batch = part
         return moved(batch, before, after, lengths, rank, RANKS, all_to_all(rank, exchange))
 
-    for batch, held in zip(in_parts(parts, move), held_by(after, RANKS), strict=True):
+    for batch, held in zip(on_simulated_ranks(parts, move), held_by(after, RANKS), strict=True):
         assert not differing_fields(batch, whole.select(held))
         assert batch.indices.tolist() == held
         assert batch.origin is None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mppo.batch.balance import TOLERANCE, WorkloadModel, balanced_parts, best_fit
-from mppo.batch.plan import (
+from mppo.batch.batch_plan import (
     MicroBatchLimit,
     assign_ranks,
     by_rank,

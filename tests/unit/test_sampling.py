@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mppo.rollout.engine import SamplingParams
-from mppo.rollout.sampling import draw, uniforms
+from mppo.rollout.engines.contract import SamplingParams
+from mppo.rollout.engines.sampling import draw, uniforms
 
 pytestmark = pytest.mark.unit
 

@@ -9,10 +9,10 @@ from rich.table import Table
 
 from mppo.algorithm.rollout_correction.config import Bounds
 from mppo.algorithm.rollout_correction.plugins import Rejection
-from mppo.batch.plan import MicroBatchLimit
+from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import FilterGroupsConfig, ParallelConfig, RewardConfig
 from mppo.megatron.topology import Sizes
-from mppo.trainer.resolve import Resolved, UpdateSettings
+from mppo.trainer.run_spec import RunSpec, UpdateSettings
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,22 @@ class Plan:
     warnings: list[str]
 
 
-def make_plan(resolved: Resolved, world_size: int) -> Plan:
-    """Pure function of the resolved configuration."""
-    config = resolved.config
-    actor = _update_plan(resolved.policy_loss.name, resolved, resolved.actor, config.parallel)
+def make_plan(spec: RunSpec, world_size: int) -> Plan:
+    """Pure function of the spec configuration."""
+    config = spec.config
+    actor = _update_plan(spec.policy_loss.name, spec, spec.actor, config.parallel)
     critic = None
-    if resolved.critic is not None:
-        critic = _update_plan("clipped value loss", resolved, resolved.critic, resolved.critic_parallel)
+    if spec.critic is not None:
+        critic = _update_plan("clipped value loss", spec, spec.critic, spec.critic_parallel)
     control = config.algorithm.kl_ctrl
     return Plan(
         world_size=world_size,
-        data_parallel_size=resolved.data_parallel_size,
-        layout=_layout_line(config.parallel, resolved.data_parallel_size),
-        critic_model=_critic_line(resolved),
+        data_parallel_size=spec.data_parallel_size,
+        layout=_layout_line(config.parallel, spec.data_parallel_size),
+        critic_model=_critic_line(spec),
         prompts_per_step=config.data.train_batch_size,
         answers_per_prompt=config.rollout.n,
-        trajectories_per_step=resolved.trajectories,
+        trajectories_per_step=spec.trajectories,
         adv_estimator=config.algorithm.adv_estimator,
         reference=f"frozen copy, kept on the {config.ref.placement}" if config.need_reference else "none",
         kl_in_loss=f"{config.actor.kl_loss_coef} x {config.actor.kl_loss_type}" if config.actor.use_kl_loss else "off",
@@ -86,7 +86,7 @@ def make_plan(resolved: Resolved, world_size: int) -> Plan:
             if config.algorithm.use_kl_in_reward
             else "off"
         ),
-        **_correction_lines(resolved),
+        **_correction_lines(spec),
         reward_shaping=_shaping_line(config.reward),
         dynamic_sampling=_sampling_line(config.algorithm.filter_groups),
         critic_warmup_steps=config.trainer.critic_warmup,
@@ -94,7 +94,7 @@ def make_plan(resolved: Resolved, world_size: int) -> Plan:
         * max(config.trainer.total_training_steps - config.trainer.critic_warmup, 0),
         actor=actor,
         critic=critic,
-        warnings=resolved.warnings,
+        warnings=spec.warnings,
     )
 
 
@@ -110,19 +110,19 @@ def _layout_line(parallel: ParallelConfig, dp: int) -> str:
     return layout
 
 
-def _critic_line(resolved: Resolved) -> str:
-    if resolved.critic is None:
+def _critic_line(spec: RunSpec) -> str:
+    if spec.critic is None:
         return "none"
-    config, critic = resolved.config, resolved.config.critic
+    config, critic = spec.config, spec.config.critic
     line = f"{critic.path or 'the actor with a zero head'}, {critic.dtype or config.model.dtype}"
-    if resolved.critic_parallel != config.parallel:
-        line += f", {_layout_line(resolved.critic_parallel, resolved.data_parallel_size)}"
+    if spec.critic_parallel != config.parallel:
+        line += f", {_layout_line(spec.critic_parallel, spec.data_parallel_size)}"
     return line
 
 
-def _correction_lines(resolved: Resolved) -> dict[str, str]:
+def _correction_lines(spec: RunSpec) -> dict[str, str]:
     """Who is corrected against whom, and what of it trains."""
-    correction, masks = resolved.correction, resolved.config.algorithm.overlong_masking
+    correction, masks = spec.correction, spec.config.algorithm.overlong_masking
     bypass = correction.bypass_mode
     against = "current policy over rollout's, each mini-batch" if bypass else "old policy over rollout's"
     weights, bounds = "off", correction.is_bounds
@@ -133,17 +133,17 @@ def _correction_lines(resolved: Resolved) -> dict[str, str]:
     rejection = [f"{name}: {_kept(option, bounds)}" for name, option, bounds in correction.rs_bounds]
     rejection += ["answers cut at data.max_response_length"] * masks
     return {
-        "anchor": _anchor_line(resolved),
+        "anchor": _anchor_line(spec),
         "importance_weights": weights,
         "rejection": ", ".join(rejection) or "off",
         "counted": "actions that train" if correction.denominator == "kept" else "all actions",
     }
 
 
-def _anchor_line(resolved: Resolved) -> str:
-    if resolved.correction.bypass_mode:
-        return f"the rollout's policy ({resolved.correction.loss_type})"
-    if resolved.anchor_is_current:
+def _anchor_line(spec: RunSpec) -> str:
+    if spec.correction.bypass_mode:
+        return f"the rollout's policy ({spec.correction.loss_type})"
+    if spec.anchor_is_current:
         return "the current policy, without a pass (one optimizer step; actor.old_log_prob_pass=always makes one)"
     return "old_log_probs, one pass a step"
 
@@ -167,10 +167,10 @@ def _sampling_line(filtering: FilterGroupsConfig) -> str:
     return f"groups of equal {filtering.metric} are drawn anew, at most {filtering.max_num_gen_batches} batches a step"
 
 
-def _update_plan(loss: str, resolved: Resolved, settings: UpdateSettings, parallel: ParallelConfig) -> UpdatePlan:
-    ranks = resolved.data_parallel_size
-    mini_batches = -(-resolved.trajectories // settings.mini_batch_size)
-    size = -(-resolved.trajectories // mini_batches)
+def _update_plan(loss: str, spec: RunSpec, settings: UpdateSettings, parallel: ParallelConfig) -> UpdatePlan:
+    ranks = spec.data_parallel_size
+    mini_batches = -(-spec.trajectories // settings.mini_batch_size)
+    size = -(-spec.trajectories // mini_batches)
     by_count = settings.limit.trajectories
     pieces = None
     if by_count:
@@ -187,7 +187,7 @@ def _update_plan(loss: str, resolved: Resolved, settings: UpdateSettings, parall
         micro_batches_per_mini_batch=pieces,
         mini_batches_per_epoch=mini_batches,
         epochs=settings.epochs,
-        optimizer_steps_per_training_step=settings.optimizer_steps(resolved.trajectories),
+        optimizer_steps_per_training_step=settings.optimizer_steps(spec.trajectories),
     )
 
 

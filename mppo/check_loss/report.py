@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mppo.algorithm.conformance import Finding, Sample, examine, loss_and_gradient, prepared
 from mppo.algorithm.policy_losses import PolicyLoss, policy_loss
+from mppo.algorithm.policy_losses.probe import Sample, prepared
 from mppo.algorithm.segments import Segments
+from mppo.check_loss.examination import Finding, examine, loss_and_gradient
 from mppo.errors import ConfigError
 
 

@@ -41,7 +41,7 @@ class Exchange:
         return Reduction(self.sum, self.max, self.gather)
 
 
-def in_parts(parts: Sequence[Part], fn: Callable[[Part, Exchange], Any]) -> list[Any]:
+def on_simulated_ranks(parts: Sequence[Part], fn: Callable[[Part, Exchange], Any]) -> list[Any]:
     """`fn` of each part at the same time; the results, in order. What one of them raises is raised here."""
     slots: list[Any] = [None] * len(parts)
     barrier = Barrier(len(parts), timeout=PATIENCE)

@@ -11,8 +11,8 @@ popular.
 from dataclasses import dataclass
 
 from mppo.megatron.model_config import ModelConfig
-from mppo.trainer.estimate.layout import FP32, Layout, embedding_weights, stage_weights
-from mppo.trainer.estimate.lengths import Load
+from mppo.planning.estimate.lengths import Load
+from mppo.planning.estimate.stage_layout import FP32, Layout, embedding_weights, stage_weights
 
 INT64 = 8
 SHAPE = 3 * INT64

@@ -3,8 +3,8 @@
 from rich.console import Console
 from rich.table import Table
 
-from mppo.trainer.estimate import Estimate
-from mppo.trainer.estimate.lengths import Load
+from mppo.planning.estimate import Estimate
+from mppo.planning.estimate.lengths import Load
 
 
 def print_estimate(found: Estimate, console: Console) -> None:

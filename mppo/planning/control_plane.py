@@ -19,16 +19,17 @@ from rich.table import Table
 from torch import Tensor
 
 from mppo.batch.balance import WorkloadModel
+from mppo.batch.batch_plan import by_rank
 from mppo.batch.packed import pack
-from mppo.batch.plan import by_rank
 from mppo.batch.trajectory import Trajectory
 from mppo.config import ParallelConfig
 from mppo.megatron.collectives import from_bytes, to_bytes
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Sizes, Topology, data_parallel_size
+from mppo.planning.estimate.lengths import Length
 from mppo.trainer.batches import (
     StepBatch,
-    TrajectoryLine,
+    TrajectorySummary,
     TrajectoryTable,
     check_budgets,
     cut_mini_batch,
@@ -37,9 +38,8 @@ from mppo.trainer.batches import (
     mini_batches_of_epoch,
     tabulate,
 )
-from mppo.trainer.estimate.lengths import Length
 from mppo.trainer.metrics import trajectory_metrics
-from mppo.trainer.resolve import Resolved
+from mppo.trainer.run_spec import RunSpec
 
 REPEATS = 3
 T = TypeVar("T")
@@ -106,9 +106,9 @@ class _World:
         return [self.trajectory(index) for index in range(rank, len(self.lengths), self.ranks)]
 
     def lines_of(self, rank: int) -> Tensor:
-        return to_bytes([TrajectoryLine.of(t) for t in self.generated_by(rank)])
+        return to_bytes([TrajectorySummary.of(t) for t in self.generated_by(rank)])
 
-    def parcels(self, rank_of: list[int]) -> list[Tensor]:
+    def payloads(self, rank_of: list[int]) -> list[Tensor]:
         """What comes to the first rank, from each rank."""
         mine = [[] for _ in range(self.ranks)]
         for index, owner in enumerate(rank_of):
@@ -117,69 +117,67 @@ class _World:
         return [to_bytes(items) for items in mine]
 
 
-def simulate(resolved: Resolved, model: ModelConfig, lengths: list[Length], ranks: int) -> ControlPlane:
+def simulate(spec: RunSpec, model: ModelConfig, lengths: list[Length], ranks: int) -> ControlPlane:
     """A training step of the configuration with trajectories of these lengths, on `ranks` ranks.
 
     Raises ConfigError for a number of ranks that the layout does not divide, and DataError that names a trajectory over
     the token budget of a micro-batch.
     """
-    parallel = resolved.config.parallel
-    world = _World(
-        lengths, resolved.config.rollout.n, ranks, _first_rank(parallel, data_parallel_size(parallel, ranks))
-    )
+    parallel = spec.config.parallel
+    world = _World(lengths, spec.config.rollout.n, ranks, _first_rank(parallel, data_parallel_size(parallel, ranks)))
     lines = [world.lines_of(rank) for rank in range(ranks)]
-    table, _ = _plan([line for parcel in lines for line in from_bytes(parcel)], world, resolved, model)
-    parcels, own = world.parcels(table.rank_of), world.generated_by(0)
-    runs = [_run(world, resolved, model, lines, parcels, own) for _ in range(REPEATS)]
+    table, _ = _plan([line for payload in lines for line in from_bytes(payload)], world, spec, model)
+    payloads, own = world.payloads(table.rank_of), world.generated_by(0)
+    runs = [_run(world, spec, model, lines, payloads, own) for _ in range(REPEATS)]
     seconds = Seconds(*(median(getattr(run, field.name) for run in runs) for field in fields(Seconds)))
-    return ControlPlane(ranks, world.topology.dp, seconds, sum(map(len, lines)), sum(map(len, parcels)))
+    return ControlPlane(ranks, world.topology.dp, seconds, sum(map(len, lines)), sum(map(len, payloads)))
 
 
 def _run(
     world: _World,
-    resolved: Resolved,
+    spec: RunSpec,
     model: ModelConfig,
     line_parcels: list[Tensor],
-    parcels: list[Tensor],
+    payloads: list[Tensor],
     own: list[Trajectory],
 ) -> Seconds:
     """The steps of `balance` and of an epoch of updates, one after another."""
     topology = world.topology
-    serialized, _ = _timed(lambda: to_bytes([TrajectoryLine.of(t) for t in own]))
-    gathered, lines = _timed(lambda: [line for parcel in line_parcels for line in from_bytes(parcel)])
-    planned, (table, cost) = _timed(lambda: _plan(lines, world, resolved, model))
+    serialized, _ = _timed(lambda: to_bytes([TrajectorySummary.of(t) for t in own]))
+    gathered, lines = _timed(lambda: [line for payload in line_parcels for line in from_bytes(payload)])
+    planned, (table, cost) = _timed(lambda: _plan(lines, world, spec, model))
 
     def exchange() -> StepBatch:
         outgoing = by_rank(own, [table.rank_of[t.index] for t in own], topology.dp)
         packed = [to_bytes(part) for part in outgoing]
         torch.cat([packed[topology.dp_rank_of(rank)] for rank in range(world.ranks)])
-        mine = [t for parcel in parcels for t in from_bytes(parcel)]
+        mine = [t for payload in payloads for t in from_bytes(payload)]
         return StepBatch(pack(sorted(mine, key=lambda t: t.index)), table, 0, cost)
 
     exchanged, batch = _timed(exchange)
-    cut, _ = _timed(lambda: _cut(batch, resolved, topology))
+    cut, _ = _timed(lambda: _cut(batch, spec, topology))
     metrics, _ = _timed(lambda: trajectory_metrics(table))
     return Seconds(gathered, planned, metrics, serialized, exchanged, cut)
 
 
 def _plan(
-    lines: list[TrajectoryLine], world: _World, resolved: Resolved, model: ModelConfig
+    lines: list[TrajectorySummary], world: _World, spec: RunSpec, model: ModelConfig
 ) -> tuple[TrajectoryTable, WorkloadModel]:
-    table, cost = tabulate(lines, _mini_batches(len(lines), resolved), model, world.topology.dp)
-    check_budgets(table, resolved.actor.limits, world.topology)
+    table, cost = tabulate(lines, _mini_batches(len(lines), spec), model, world.topology.dp)
+    check_budgets(table, spec.actor.limits, world.topology)
     return table, cost
 
 
-def _cut(batch: StepBatch, resolved: Resolved, topology: Topology) -> None:
-    if resolved.makes_old_pass:
-        for piece in micro_batches(batch, list(range(len(batch.table))), resolved.actor.infer_limit, topology):
+def _cut(batch: StepBatch, spec: RunSpec, topology: Topology) -> None:
+    if spec.makes_old_pass:
+        for piece in micro_batches(batch, list(range(len(batch.table))), spec.actor.infer_limit, topology):
             for_rank(piece, topology)
-    for indices in _mini_batches(len(batch.table), resolved):
-        cut_mini_batch(batch, indices, resolved.actor, topology)
+    for indices in _mini_batches(len(batch.table), spec):
+        cut_mini_batch(batch, indices, spec.actor, topology)
 
 
-def _mini_batches(count: int, resolved: Resolved) -> list[list[int]]:
-    return mini_batches_of_epoch(count, resolved.actor, resolved.config.trainer.seed, step=0, epoch=0)
+def _mini_batches(count: int, spec: RunSpec) -> list[list[int]]:
+    return mini_batches_of_epoch(count, spec.actor, spec.config.trainer.seed, step=0, epoch=0)
 
 
 def _first_rank(parallel: ParallelConfig, dp: int) -> Topology:

@@ -10,13 +10,13 @@ from statistics import NormalDist
 from typing import Any
 
 from mppo.batch.balance import WorkloadModel
-from mppo.batch.plan import assign_ranks, by_rank, plan_micro_batches, split_mini_batches
+from mppo.batch.batch_plan import assign_ranks, by_rank, plan_micro_batches, split_mini_batches
 from mppo.config import DataConfig
 from mppo.errors import ConfigError
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Sizes
 from mppo.trainer.batches import replica_limit
-from mppo.trainer.resolve import UpdateSettings
+from mppo.trainer.run_spec import UpdateSettings
 
 SEED = 0
 """Of the order of the lengths; the same mix always gives the same step."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from mppo.megatron.head import GPU_BLOCK, PolicyHead
 from mppo.megatron.model_config import ModelConfig
-from mppo.trainer.estimate.layout import FP32, Layout, stage_weights
-from mppo.trainer.estimate.lengths import Load
+from mppo.planning.estimate.lengths import Load
+from mppo.planning.estimate.stage_layout import FP32, Layout, stage_weights
 
 KL_BYTES = 33
 """Per word and token, while the terms of an exact KL are worked out: eight numbers and a choice."""

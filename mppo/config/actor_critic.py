@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mppo.config.checks import not_negative, one_of, positive
-from mppo.config.layout import ParallelConfig, RecomputeConfig
+from mppo.config.parallel import ParallelConfig, RecomputeConfig
 from mppo.errors import ConfigError
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from mppo.config import DataConfig
 from mppo.errors import ConfigError
 from mppo.megatron.model_config import ModelConfig
-from mppo.trainer.estimate.communication import Sent, sent_by
-from mppo.trainer.estimate.layout import Layout
-from mppo.trainer.estimate.lengths import Length, Load, Mix, Sample, Spread, check_length, load_of
-from mppo.trainer.estimate.memory import HeadTerms, Memory, held_by
-from mppo.trainer.resolve import Resolved
+from mppo.planning.estimate.communication import Sent, sent_by
+from mppo.planning.estimate.lengths import Length, Load, Mix, Sample, Spread, check_length, load_of
+from mppo.planning.estimate.memory import HeadTerms, Memory, held_by
+from mppo.planning.estimate.stage_layout import Layout
+from mppo.trainer.run_spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ def estimate(model: ModelConfig, layout: Layout, load: Load, terms: HeadTerms) -
     return Estimate(load, stages)
 
 
-def estimate_actor(resolved: Resolved, model: ModelConfig, mix: Mix) -> Estimate:
+def estimate_actor(spec: RunSpec, model: ModelConfig, mix: Mix) -> Estimate:
     """Of the actor's update. Raises DataError that names a trajectory over the token budget of a micro-batch."""
-    config, terms = resolved.config, resolved.terms
+    config, terms = spec.config, spec.terms
     layout = Layout.of(
-        config.parallel, resolved.data_parallel_size, config.model.dtype, config.actor.optim, config.model.recompute
+        config.parallel, spec.data_parallel_size, config.model.dtype, config.actor.optim, config.model.recompute
     )
-    load = load_of(mix.step(resolved.trajectories), resolved.actor, model, layout.sizes)
+    load = load_of(mix.step(spec.trajectories), spec.actor, model, layout.sizes)
     return estimate(model, layout, load, HeadTerms(terms.entropy_coeff != 0, terms.uses_full_kl))
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from mppo.megatron import platform
 
 
-class Parking:
-    """Storages that are given up on the device while nobody is inside `occupied`.
+class OffloadedTensors:
+    """Storages that are given up on the device while nobody is inside `onloaded`.
 
     Whole storages move, so tensors that are views of one another stay so, and every reference to them stays good.
     """
@@ -20,26 +20,26 @@ class Parking:
         """`tensors` are asked for each time, since an optimizer makes its state late. Without `keep` their content is
         forgotten: gradients, which are zeroed before they are used."""
         self._tensors, self._keep = tensors, keep
-        self._parked: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
         self._visitors = 0
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Move the content to host memory and give the device's back."""
         storages = {s.data_ptr(): s for t in self._tensors() if (s := t.untyped_storage()).nbytes()}
         for storage in storages.values():
             size = storage.nbytes()
-            self._parked.append((storage, size, _host_copy(storage) if self._keep else None))
+            self._offloaded.append((storage, size, _host_copy(storage) if self._keep else None))
             storage.resize_(0)
 
     def _fetch(self) -> None:
-        for storage, size, content in self._parked:
+        for storage, size, content in self._offloaded:
             storage.resize_(size)
             if content is not None:
                 storage.copy_(content)
-        self._parked = []
+        self._offloaded = []
 
     @contextmanager
-    def occupied(self) -> Iterator[None]:
+    def onloaded(self) -> Iterator[None]:
         """The content is on the device inside; it may be entered again."""
         if not self._visitors:
             self._fetch()
@@ -49,11 +49,11 @@ class Parking:
         finally:
             self._visitors -= 1
             if not self._visitors:
-                self.park()
+                self.offload()
 
     @property
-    def parked_bytes(self) -> int:
-        return sum(size for _, size, _ in self._parked)
+    def offloaded_bytes(self) -> int:
+        return sum(size for _, size, _ in self._offloaded)
 
 
 def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mppo.rollout.engine import SamplingParams
+from mppo.rollout.engines.contract import SamplingParams
 
 
 def uniforms(seeds: list[tuple[int, ...]], count: int) -> Tensor:

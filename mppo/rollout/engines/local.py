@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from mppo.batch.trajectory import Trajectory
 from mppo.errors import ModelError
-from mppo.rollout.engine import Request, SamplingParams
-from mppo.rollout.sampling import draw, uniforms
+from mppo.rollout.engines.contract import Request, SamplingParams
+from mppo.rollout.engines.sampling import draw, uniforms
 from mppo.weights.fused import on_disk
 
 

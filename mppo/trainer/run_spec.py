@@ -8,11 +8,11 @@ from mppo.algorithm.actor_loss import ActorTerms
 from mppo.algorithm.advantages import Estimator
 from mppo.algorithm.advantages import estimator as make_estimator
 from mppo.algorithm.aggregation import AGGREGATIONS
-from mppo.algorithm.conformance import probe
 from mppo.algorithm.kl import check_kl_form
 from mppo.algorithm.policy_losses import PolicyLoss, policy_loss
+from mppo.algorithm.policy_losses.probe import probe
 from mppo.algorithm.rollout_correction import RolloutCorrectionConfig, rollout_correction_config
-from mppo.batch.plan import MicroBatchLimit
+from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import Config, ParallelConfig
 from mppo.errors import ConfigError
 from mppo.rollout.generators import GENERATORS
@@ -47,7 +47,7 @@ class UpdateSettings:
 
 
 @dataclass(frozen=True)
-class Resolved:
+class RunSpec:
     config: Config
     data_parallel_size: int
     trajectories: int
@@ -100,7 +100,7 @@ class Resolved:
         return self.correction.rollout_rs is not None or self.config.algorithm.overlong_masking
 
 
-def resolve(config: Config, data_parallel_size: int) -> Resolved:
+def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
     """Decide everything that follows from the configuration alone.
 
     Raises ConfigError for an unknown name, a knob the chosen plugin does not read, a field that would have no
@@ -115,7 +115,7 @@ def resolve(config: Config, data_parallel_size: int) -> Resolved:
     actor = _actor_settings(config, loss.loss_agg_mode, correction.denominator)
     critic = _critic_settings(config, actor) if estimator.critic else None
     _check_names(config, actor)
-    resolved = Resolved(
+    spec = RunSpec(
         config=config,
         data_parallel_size=data_parallel_size,
         trajectories=config.data.train_batch_size * config.rollout.n,
@@ -128,10 +128,10 @@ def resolve(config: Config, data_parallel_size: int) -> Resolved:
         critic_parallel=config.critic.parallel.within(config.parallel) if critic else None,
         warnings=find_warnings(config, estimator, actor),
     )
-    refuse_idle_fields(resolved)
-    if config.strict and resolved.warnings:
-        raise ConfigError("strict=true: " + "; ".join(resolved.warnings))
-    return resolved
+    refuse_idle_fields(spec)
+    if config.strict and spec.warnings:
+        raise ConfigError("strict=true: " + "; ".join(spec.warnings))
+    return spec
 
 
 def _policy_loss(given: dict[str, Any], correction: RolloutCorrectionConfig) -> PolicyLoss:

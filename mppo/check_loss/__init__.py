@@ -1,0 +1,1 @@
+"""The check-loss room: the examination of a policy loss, registered or a user's own."""

@@ -1,0 +1,1 @@
+"""Rollout engines: the contract that all of them keep, and the embedded one."""
