@@ -74,7 +74,7 @@ class PackedBatch:
     """`[T]`: exact KL of the anchor to the reference, where the reward is penalised by it."""
     prepared: dict[str, Tensor] = _per_token(default_factory=dict)
     """`[T]` each: what the `prepare` of the policy loss returned."""
-    weights: Tensor | None = _per_token(default=None)
+    token_weights: Tensor | None = _per_token(default=None)
     """`[T]`: what each token loss counts in the objective at hand (see `mppo.algorithm.aggregation`)."""
     origin: Tensor | None = _per_token(default=None)
     """`[T]` long: position in the batch that this one was selected from; -1 for padding."""
@@ -90,7 +90,7 @@ class PackedBatch:
         return self.cu_seqlens.diff().tolist()
 
     @property
-    def training(self) -> Tensor:
+    def loss_mask(self) -> Tensor:
         """`[T]` bool: positions whose losses count."""
         return self.mask if self.kept is None else self.kept
 
@@ -186,7 +186,7 @@ class PackedBatch:
 
         Each trajectory is padded to a multiple of `2 * size` and cut into as many chunks; rank r has chunks r and
         `2 * size - 1 - r`, so that causal attention costs all ranks the same. Padding has no mask and origin -1.
-        `weights` are those of whole trajectories: take the slice after they are set.
+        `token_weights` are those of whole trajectories: take the slice after they are set.
         """
         if size == 1:
             return self
@@ -202,7 +202,7 @@ class PackedBatch:
         sliced = self._take(taken.to(self.tokens.device), slice(None))
         origin = taken if self.origin is None else self.origin.cpu()[taken]
         cleared = {
-            name: x for name in ("labels", "mask", "weights", "kept") if (x := getattr(sliced, name)) is not None
+            name: x for name in ("labels", "mask", "token_weights", "kept") if (x := getattr(sliced, name)) is not None
         }
         return replace(
             sliced,

@@ -29,8 +29,8 @@ def weighted_sum(token_loss: Tensor, batch: PackedBatch, tokens: int) -> tuple[T
     not depend on what is counted; the auxiliary losses of a mixture of experts do, for Megatron multiplies that of a
     micro-batch by the tokens that were routed. Padding is routed too, but neither counted here nor there.
     """
-    kept = torch.where(batch.training, token_loss, torch.zeros_like(token_loss)).double()
-    loss = (kept * (batch.weights * tokens)).sum()
+    kept = torch.where(batch.loss_mask, token_loss, torch.zeros_like(token_loss)).double()
+    loss = (kept * (batch.token_weights * tokens)).sum()
     count = torch.full((), batch.num_tokens, dtype=torch.int, device=loss.device)
     return loss.to(token_loss.dtype), count
 
@@ -43,7 +43,7 @@ class Offenders:
 
     def look(self, token_loss: Tensor, batch: PackedBatch) -> Ratio:
         """Remember the trajectories concerned; returns how many tokens they are."""
-        broken = batch.training & ~torch.isfinite(token_loss.detach())
+        broken = batch.loss_mask & ~torch.isfinite(token_loss.detach())
         self._flags.append((batch.indices, batch.segments.lengths(broken) > 0))
         return Ratio.total(broken.double())
 
@@ -74,7 +74,7 @@ class PolicyObjective:
 
     def __call__(self, output: LastHidden, batch: PackedBatch):
         """Megatron's triple. Raises ConfigError when the policy loss does not return one loss per token."""
-        mask = batch.training
+        mask = batch.loss_mask
         head = self._head(output, batch)
         old_log_probs = batch.old_log_probs
         if old_log_probs is None:  # the anchor is the current policy itself
@@ -92,7 +92,7 @@ class PolicyObjective:
         )
         loss, reported = actor_loss(
             inputs,
-            batch.weights,
+            batch.token_weights,
             self.terms,
             None if head.entropy is None else torch.where(mask, self._trained(head.entropy), 0.0),
             None if head.full_kl is None else torch.where(mask, head.full_kl, 0.0),
@@ -108,8 +108,8 @@ class PolicyObjective:
         """How far the anchor is from the policy that generated, where it has no pass of its own."""
         mismatch = log_probs - batch.rollout_log_probs
         return {
-            "rollout/log_prob_distance": Ratio.mean(mismatch.abs(), batch.training),
-            "rollout/kl_to_trainer": Ratio.mean(-mismatch, batch.training),
+            "rollout/log_prob_distance": Ratio.mean(mismatch.abs(), batch.loss_mask),
+            "rollout/kl_to_trainer": Ratio.mean(-mismatch, batch.loss_mask),
         }
 
     def _head(self, output: LastHidden, batch: PackedBatch) -> HeadOutput:
@@ -141,8 +141,8 @@ class ValueObjective:
     def __call__(self, values: Tensor, batch: PackedBatch):
         """Megatron's triple for values `[A, 1]`."""
         loss, reported = clipped_value_loss(values.squeeze(-1), batch.values, batch.returns, self.cliprange)
-        statistics = {name: s.reduce(batch.training) for name, s in reported.items()}
-        statistics["vf_loss"] = Ratio.total(torch.where(batch.training, loss.detach(), 0.0) * batch.weights)
+        statistics = {name: s.reduce(batch.loss_mask) for name, s in reported.items()}
+        statistics["vf_loss"] = Ratio.total(torch.where(batch.loss_mask, loss.detach(), 0.0) * batch.token_weights)
         statistics[NON_FINITE] = self.offenders.look(loss, batch)
         statistics = {self.prefix + name: ratio for name, ratio in statistics.items()}
         return *weighted_sum(loss, batch, self.tokens), statistics

@@ -58,7 +58,7 @@ class TrajectoryTable:
         """Of a mini-batch: all actions (`loss_mask`), or those that train (`kept`)."""
         of = self.kept if denominator == "kept" else self.actions
         counted = [of[i] for i in indices]
-        return BatchCounts(tokens=sum(counted), trajectories=sum(n > 0 for n in counted))
+        return BatchCounts(loss_tokens=sum(counted), trajectories=sum(n > 0 for n in counted))
 
 
 @dataclass(frozen=True)
@@ -238,5 +238,5 @@ def cut_mini_batch(batch: StepBatch, indices: list[int], settings: UpdateSetting
 
 
 def _weigh(piece: PackedBatch, settings: UpdateSettings, counts: BatchCounts) -> PackedBatch:
-    weights = token_weights(settings.loss_agg_mode, piece.training, piece.segments, counts, settings.norm)
-    return piece.with_fields(weights=weights)
+    weights = token_weights(settings.loss_agg_mode, piece.loss_mask, piece.segments, counts, settings.norm)
+    return piece.with_fields(token_weights=weights)
