@@ -72,7 +72,7 @@ class RunSpec:
             report_entropy=actor.calculate_entropy,
             kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
             kl_loss_type=actor.kl_loss_type,
-            weighted=tuple(self.correction.apply_to),
+            importance_weighted=tuple(self.correction.apply_to),
         )
 
     @property
@@ -84,7 +84,7 @@ class RunSpec:
             or correction.rollout_rs is not None
             or algorithm.use_kl_in_reward
             or self.estimator.reads_old_policy
-            or self.policy_loss.prepare is not None
+            or self.policy_loss.needs_mini_batch
         )
         automatic = self.config.actor.old_log_prob_pass == "auto" and not correction.bypass_mode
         return automatic and not read and self.actor.optimizer_steps(self.trajectories) == 1
