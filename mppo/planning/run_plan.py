@@ -193,8 +193,8 @@ def _update_plan(loss: str, spec: RunSpec, settings: UpdateSettings, parallel: P
 
 def _limit(limit: MicroBatchLimit) -> str:
     if limit.tokens:
-        return f"at most {limit.tokens} tokens per rank"
-    return f"{limit.trajectories} trajectories per rank"
+        return f"at most {limit.tokens} tokens per GPU"
+    return f"{limit.trajectories} trajectories per data-parallel rank"
 
 
 def print_plan(plan: Plan, console: Console) -> None:

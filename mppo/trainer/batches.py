@@ -13,7 +13,6 @@ from mppo.batch.batch_plan import (
     MicroBatchLimit,
     assign_ranks,
     by_rank,
-    check_budget,
     plan_micro_batches,
     split_mini_batches,
 )
@@ -21,7 +20,7 @@ from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.trajectory import Trajectory
 from mppo.megatron.collectives import exchange, gather_from_all
 from mppo.megatron.model_config import ModelConfig
-from mppo.megatron.topology import Sizes, Topology
+from mppo.megatron.topology import Topology
 from mppo.trainer.run_spec import UpdateSettings
 
 
@@ -196,14 +195,9 @@ def micro_batches(
     """This replica's micro-batches of the trajectories `indices` (of the global batch); some may be empty."""
     parts = by_rank(indices, [batch.table.rank_of[i] for i in indices], topology.dp)
     lengths = {i: topology.padded_length(batch.table.lengths[i]) for i in indices}
-    limit, multiple = replica_limit(limit, topology), topology.micro_batch_multiple
-    plans = plan_micro_batches(parts, lengths, limit, multiple, batch.cost)
+    multiple = topology.micro_batch_multiple
+    plans = plan_micro_batches(parts, lengths, topology.replica_limit(limit), multiple, batch.cost)
     return [batch.packed.select([batch.place_of[i] for i in piece]) for piece in plans[topology.dp_rank]]
-
-
-def replica_limit(limit: MicroBatchLimit, topology: Sizes) -> MicroBatchLimit:
-    """What a micro-batch of all context-parallel ranks together may hold, in padded tokens."""
-    return limit if limit.tokens is None else MicroBatchLimit(tokens=topology.token_budget(limit.tokens))
 
 
 def for_rank(piece: PackedBatch, topology: Topology) -> PackedBatch:
@@ -213,11 +207,11 @@ def for_rank(piece: PackedBatch, topology: Topology) -> PackedBatch:
 
 def check_budgets(table: TrajectoryTable, limits: list[MicroBatchLimit], topology: Topology) -> None:
     """Raise DataError, on every rank alike and before any pass, for a trajectory that no micro-batch has room for."""
-    limits = [replica_limit(limit, topology) for limit in limits]
+    of_replica = [topology.replica_limit(limit) for limit in limits]
     for index, length in enumerate(table.lengths):
         padded = topology.padded_length(length)
-        for limit in limits:
-            check_budget(index, padded, limit)
+        for limit in of_replica:
+            limit.check(index, padded)
 
 
 def mini_batches_of_epoch(count: int, settings: UpdateSettings, seed: int, step: int, epoch: int) -> list[list[int]]:
