@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from mppo.algorithm.actor_loss import ActorTerms
@@ -18,6 +19,17 @@ from mppo.errors import ConfigError
 from mppo.rollout.generators import GENERATORS
 from mppo.rollout.rewards import REWARDS
 from mppo.trainer.idle_fields import find_warnings, refuse_idle_fields
+
+
+class Anchor(Enum):
+    """The policy that the PPO ratio is against, and where its log-probs (`old_log_probs`) come from."""
+
+    ROLLOUT_POLICY = "rollout_policy"
+    """Bypass mode: `rollout_log_probs` are taken for them."""
+    CURRENT_POLICY = "current_policy"
+    """The policy that is updated, whose log-probs the training pass makes anyway; the ratio is 1."""
+    OWN_PASS = "own_pass"
+    """A forward-only pass before the updates."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +87,29 @@ class RunSpec:
             weighted=tuple(self.correction.apply_to),
         )
 
+    def anchor(self, trajectories: int) -> Anchor:
+        """Where the anchor of a training step over so many trajectories comes from.
+
+        How many there really are matters, for a session may give more than were asked for: only where one optimizer
+        step takes them all does nothing move the policy away from the anchor.
+        """
+        if self.correction.bypass_mode:
+            return Anchor.ROLLOUT_POLICY
+        one_step = self.actor.optimizer_steps(trajectories) == 1
+        if one_step and self.config.actor.old_log_prob_pass == "auto" and not self.reads_anchor_before_update:
+            return Anchor.CURRENT_POLICY
+        return Anchor.OWN_PASS
+
     @property
-    def anchor_is_current(self) -> bool:
-        """Whether the old-log-prob pass is skipped: one optimizer step, and nothing before it reads the anchor."""
-        correction, algorithm = self.correction, self.config.algorithm
-        read = (
-            correction.rollout_is is not None
-            or correction.rollout_rs is not None
-            or algorithm.use_kl_in_reward
+    def reads_anchor_before_update(self) -> bool:
+        """Whether the correction, the rewards, the estimator or the loss's own preparation read `old_log_probs`."""
+        return (
+            self.correction.rollout_is is not None
+            or self.correction.rollout_rs is not None
+            or self.config.algorithm.use_kl_in_reward
             or self.estimator.reads_old_policy
             or self.policy_loss.prepare is not None
         )
-        automatic = self.config.actor.old_log_prob_pass == "auto" and not correction.bypass_mode
-        return automatic and not read and self.actor.optimizer_steps(self.trajectories) == 1
-
-    @property
-    def makes_old_pass(self) -> bool:
-        """Whether the anchor has a pass of its own."""
-        return not (self.correction.bypass_mode or self.anchor_is_current)
 
     @property
     def rejects(self) -> bool:

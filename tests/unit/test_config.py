@@ -9,7 +9,7 @@ from mppo.algorithm.policy_losses import TokenLosses
 from mppo.cli.compose import default_config_dir, load_config
 from mppo.config import Config
 from mppo.errors import ConfigError
-from mppo.trainer.run_spec import make_run_spec
+from mppo.trainer.run_spec import Anchor, make_run_spec
 
 pytestmark = pytest.mark.unit
 
@@ -161,6 +161,34 @@ def test_the_limits_of_both_passes_of_both_roles_are_read_and_know_their_field(r
     ]  # fmt: skip
 
 
+ONE_STEP = ("rollout.n=2", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8")
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "trajectories", "anchor"),
+    [
+        ((), 16, Anchor.CURRENT_POLICY),
+        ((), 15, Anchor.CURRENT_POLICY),
+        ((), 17, Anchor.OWN_PASS),
+        (("actor.ppo_epochs=2",), 16, Anchor.OWN_PASS),
+        (("actor.ppo_mini_batch_size=4",), 16, Anchor.OWN_PASS),
+        (("actor.ppo_mini_batch_size=4",), 8, Anchor.CURRENT_POLICY),
+        (("actor.old_log_prob_pass=always",), 16, Anchor.OWN_PASS),
+        ((f"{CORRECTION}.rollout_is=token",), 16, Anchor.OWN_PASS),
+        (("algorithm.use_kl_in_reward=true",), 16, Anchor.OWN_PASS),
+        (("algorithm.adv_estimator=optimal_token_baseline",), 16, Anchor.OWN_PASS),
+        (("actor.policy_loss.loss_mode=kl_cov",), 16, Anchor.OWN_PASS),
+        ((f"{CORRECTION}.bypass_mode=true",), 16, Anchor.ROLLOUT_POLICY),
+        ((f"{CORRECTION}.bypass_mode=true",), 17, Anchor.ROLLOUT_POLICY),
+    ],
+)
+def test_the_anchor_depends_on_who_reads_it_and_on_how_many_trajectories_there_really_are(
+    overrides, trajectories, anchor
+):
+    assert make_run_spec(config_with(*ONE_STEP, *overrides), 1).anchor(trajectories) is anchor
+
+
 TWO_BY_TWO = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
 VPP2 = "parallel.virtual_pipeline_model_parallel_size=2"
 
@@ -224,7 +252,8 @@ def test_every_field_is_read_by_code_that_names_its_group():
     for path in field_paths(Config):
         group, _, name = path.rpartition(".")
         owner = group.rpartition(".")[2]
-        owners = {owner, owner + "s", "role", "config", "source", "settings", "control", "given", *short.get(owner, [])}
+        owners = {owner, owner + "s", "role", "config", "source", "settings", "control", "given"}
+        owners |= set(short.get(owner, []))
         if not name.endswith("_per_gpu") and not any(re.search(rf"\b{o}\.{name}\b", sources) for o in owners):
             unread.append(path)
     assert unread == []
