@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from mppo.batch.batch_plan import MicroBatchLimit, ReplicaLimit
 from mppo.config import ParallelConfig
 from mppo.errors import ConfigError
 from mppo.megatron import platform
@@ -77,10 +78,9 @@ class Sizes:
         """Tokens that a trajectory takes up on all context-parallel ranks together."""
         return length if self.cp == 1 else -(-length // (2 * self.cp)) * 2 * self.cp
 
-    def token_budget(self, per_rank: int) -> int:
-        """Padded tokens that a micro-batch may have on all context-parallel ranks together, padding of the slices
-        to `token_multiple` included."""
-        return self.cp * (per_rank - per_rank % self.token_multiple)
+    def replica_limit(self, limit: MicroBatchLimit) -> ReplicaLimit:
+        """What a micro-batch may hold on all context-parallel ranks together, given what it may on one GPU."""
+        return limit.of_replica(self.cp, self.token_multiple)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from mppo.batch.batch_plan import (
     MicroBatchLimit,
     assign_ranks,
     by_rank,
-    check_budget,
     plan_micro_batches,
     split_mini_batches,
 )
@@ -22,7 +21,7 @@ from mppo.batch.packed import PackedBatch
 from mppo.batch.table import LeftOut, TrajectorySummary, TrajectoryTable, in_order_of_names
 from mppo.batch.trajectory import Purpose, Status
 from mppo.megatron.model_config import ModelConfig
-from mppo.megatron.topology import Sizes, Topology
+from mppo.megatron.topology import Topology
 from mppo.trainer.run_spec import UpdateSettings
 
 
@@ -109,15 +108,10 @@ def micro_batches(
     """This replica's micro-batches of the trajectories `indices`, with these fields; some may be empty."""
     of_ranks = by_rank(indices, [batch.table.rank_of[i] for i in indices], topology.dp)
     lengths = {i: topology.padded_length(batch.table.lengths[i]) for i in indices}
-    limit, multiple = replica_limit(limit, topology), topology.micro_batch_multiple
-    plans = plan_micro_batches(of_ranks, lengths, limit, multiple, batch.workload)
+    multiple = topology.micro_batch_multiple
+    plans = plan_micro_batches(of_ranks, lengths, topology.replica_limit(limit), multiple, batch.workload)
     packed = batch.packed.only(fields)
     return [packed.select([batch.row_of[i] for i in piece]) for piece in plans[topology.dp_rank]]
-
-
-def replica_limit(limit: MicroBatchLimit, topology: Sizes) -> MicroBatchLimit:
-    """What a micro-batch of all context-parallel ranks together may hold, in padded tokens."""
-    return limit if limit.tokens is None else MicroBatchLimit(tokens=topology.token_budget(limit.tokens))
 
 
 def context_part(piece: PackedBatch, topology: Topology) -> PackedBatch:
@@ -128,11 +122,11 @@ def context_part(piece: PackedBatch, topology: Topology) -> PackedBatch:
 
 def check_budgets(table: TrajectoryTable, limits: list[MicroBatchLimit], topology: Topology) -> None:
     """Raise DataError, on every rank alike and before any pass, for a trajectory that no micro-batch has room for."""
-    limits = [replica_limit(limit, topology) for limit in limits]
+    of_replica = [topology.replica_limit(limit) for limit in limits]
     for index, length in enumerate(table.lengths):
         padded = topology.padded_length(length)
-        for limit in limits:
-            check_budget(index, padded, limit)
+        for limit in of_replica:
+            limit.check(index, padded)
 
 
 def cut_mini_batch(

@@ -25,6 +25,7 @@ from mppo.trainer.preparation import CurrentPolicyFields, advantage_inputs
 from mppo.trainer.redistribution import balanced_mini_batches
 from mppo.trainer.replay import ReplayBuffer, Rollout
 from mppo.trainer.reporter import SampleLine
+from mppo.trainer.run_spec import Anchor
 from mppo.trainer.shaping import RunningMoments, add_to_outcomes, shape_outcomes, shaping_metrics, without_truncated
 from mppo.weights.transfer import save_hf
 
@@ -195,9 +196,10 @@ class Trainer:
     @named_step
     def old_log_probs(self, batch: StepBatch) -> StepBatch:
         """Step 4: the PPO anchor, under the weights before any update of this step; in bypass mode the rollout's."""
-        if self.spec.correction.bypass_mode:
+        anchor = self.spec.anchor(len(batch.table))
+        if anchor is Anchor.ROLLOUT_POLICY:
             return batch.with_fields(old_log_probs=batch.packed.rollout_log_probs)
-        if self.spec.anchor_is_current:
+        if anchor is Anchor.CURRENT_POLICY:
             return batch  # the objective takes the current log-probs, which are the same
         algorithm, names = self.config.algorithm, ["log_probs"]
         if self.spec.estimator.sum_pi_squared:
@@ -254,7 +256,7 @@ class Trainer:
             self.spec.estimator.check_finite(result, inputs)
         batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
         self.metrics |= batch_metrics(batch.packed, self.reduction)
-        if self.spec.makes_old_pass:
+        if self.spec.anchor(len(batch.table)) is Anchor.OWN_PASS:
             self.metrics |= mismatch_metrics(batch.packed, self.reduction)
         if self.spec.estimator.groups:
             self._count_groups_of_one(groups_of_one(inputs))
@@ -273,7 +275,7 @@ class Trainer:
             kept = without_truncated(batch.packed, batch.table.truncated)
             batch = batch.keeping(kept, self.reduction)
         correction, packed = self.spec.correction, batch.packed
-        if not self.spec.makes_old_pass:
+        if self.spec.anchor(len(batch.table)) is not Anchor.OWN_PASS:
             return batch
         inputs = CorrectionInputs(
             packed.old_log_probs, packed.rollout_log_probs, packed.loss_mask, packed.segments, self.reduction
