@@ -106,3 +106,9 @@ class KLController:
         if self.target is not None:
             error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
             self.coefficient *= 1.0 + error * trajectories / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coefficient = state["coefficient"]

@@ -71,14 +71,12 @@ def _train(options: argparse.Namespace) -> int:
     from mppo.trainer.assemble import assemble
     from mppo.trainer.trainer import Trainer
 
-    parts = assemble(load_config(options.config_name, options.overrides, options.config_dir))
-    if parts.topology.rank == 0:
+    run = assemble(load_config(options.config_name, options.overrides, options.config_dir))
+    if run.topology.rank == 0:
         console = Console()
-        print_plan(make_plan(parts.spec, int(os.environ["WORLD_SIZE"])), console)
-        for where, prompts in (("data.train", parts.train_prompts), ("data.val", parts.val_prompts)):
-            if prompts is not None:
-                skipped = f", {prompts.skipped} skipped as too long" if prompts.skipped else ""
-                console.print(f"{where}: {len(prompts)} prompts{skipped}", highlight=False)
-    Trainer(parts).train()
+        print_plan(make_plan(run.spec, int(os.environ["WORLD_SIZE"])), console)
+        run.rollouts.stream.describe(console)
+    Trainer(run).train()
+    run.rollouts.collector.close()
     topology.shutdown()
     return 0

@@ -129,6 +129,14 @@ def gather_from_all(item: Any) -> list[Any]:
     return items
 
 
+def sum_over_ranks(numbers: dict[str, int]) -> dict[str, float]:
+    """Of the same names on every rank of the world."""
+    names = sorted(numbers)
+    total = torch.tensor([numbers[name] for name in names], dtype=torch.double)
+    dist.all_reduce(total)
+    return dict(zip(names, total.tolist(), strict=True))
+
+
 @contextmanager
 def fail_together() -> Iterator[None]:
     """Raise on every rank the first MppoError that any of them raised inside, so that none waits for another."""

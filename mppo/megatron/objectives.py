@@ -72,11 +72,11 @@ class PolicyObjective:
     def name(self) -> str:
         return f"policy loss {self.terms.policy_loss.name!r}"
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The fields of the batch that it reads; those that a run does not have are left out."""
+    @staticmethod
+    def reads(terms: ActorTerms) -> tuple[str, ...]:
+        """The fields of the batch that it reads with these terms; those that a run does not have are left out."""
         policies = ("old_log_probs", "rollout_log_probs", "ref_log_probs")
-        return ("advantages", *policies, "rollout_is_weights", "prepared", *["ref_hidden"] * self.terms.uses_full_kl)
+        return ("advantages", *policies, "rollout_is_weights", "prepared", *["ref_hidden"] * terms.uses_full_kl)
 
     def __call__(self, output: LastHidden, batch: PackedBatch):
         """Megatron's triple. Raises ConfigError when the policy loss does not return one loss per token."""

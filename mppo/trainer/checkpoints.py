@@ -13,7 +13,6 @@ from megatron.core import dist_checkpointing
 from mppo.errors import ConfigError
 from mppo.megatron.collectives import fail_together
 from mppo.megatron.role_checkpoint import load_role, random_state, save_role, set_random_state
-from mppo.trainer.shaping import RunningMoments
 
 if TYPE_CHECKING:
     from mppo.trainer.trainer import Trainer
@@ -28,8 +27,9 @@ class Checkpoints:
     def __init__(self, out_dir: str, resume: bool):
         self.folder, self.resume = Path(out_dir) / "checkpoints", resume
 
-    def save(self, trainer: "Trainer", step: int) -> None:
+    def save(self, trainer: "Trainer") -> None:
         """Collective. A checkpoint counts only once `latest` names it, after all of it is written."""
+        step = trainer.progress.step
         target = self.folder / f"step_{step:06d}"
         parts = self._parts(trainer)
         if dist.get_rank() == 0:
@@ -38,13 +38,11 @@ class Checkpoints:
                 (target / name).mkdir(parents=True)
         dist.barrier()
         for name, role in parts.items():
-            with role.training():
+            with role.onloaded():
                 save_role(role.chunks, role.optimizer, target / name)
         run = {
-            "step": step,
-            "kl_coefficient": trainer.kl_controller.coefficient,
-            "batches_drawn": trainer.batches_drawn,
-            "reward_moments": asdict(trainer.moments),
+            "settled": {name: part.state_dict() for name, part in trainer.settled.items()},
+            "progress": trainer.progress.state_dict(),
             "layout": self._layout(trainer),
             **random_state(trainer.topology),
         }
@@ -54,22 +52,21 @@ class Checkpoints:
             os.replace(self.folder / "latest.new", self.folder / "latest")
         dist.barrier()
 
-    def restore(self, trainer: "Trainer") -> int:
+    def restore(self, trainer: "Trainer") -> None:
         """Load the newest checkpoint, if there is one and resuming is on; returns the step to go on with."""
         source = self._newest()
         if source is None:
-            return 0
+            return
         for name, role in self._parts(trainer).items():
-            with role.training():
+            with role.onloaded():
                 load_role(role.chunks, role.optimizer, source / name)
         run = dist_checkpointing.load_common_state_dict(str(source / "run"))
-        trainer.kl_controller.coefficient = run["kl_coefficient"]
-        trainer.batches_drawn = run.get("batches_drawn", run["step"])
-        trainer.moments = RunningMoments(**run.get("reward_moments", {}))
+        for name, part in trainer.settled.items():
+            part.load_state_dict(run["settled"][name])
+        trainer.progress.load_state_dict(run["progress"])
         if run["layout"] == self._layout(trainer):  # another layout has other ranks, and starts its generators anew
             states = dist_checkpointing.load({**random_state(trainer.topology)}, str(source / "run"))
             set_random_state(states["rng"])
-        return int(run["step"])
 
     def _newest(self) -> Path | None:
         """What rank 0 finds, so that all ranks decide alike. Raises ConfigError when it is not there on this rank."""
@@ -89,7 +86,7 @@ class Checkpoints:
 
     @staticmethod
     def _parts(trainer: "Trainer") -> dict:
-        roles = {"actor": trainer.parts.actor, "critic": trainer.parts.critic}
+        roles = {"actor": trainer.run.roles.actor, "critic": trainer.run.roles.critic}
         return {name: role for name, role in roles.items() if role is not None}
 
     @staticmethod

@@ -10,7 +10,7 @@ from mppo.algorithm.rollout_correction import PREFIX
 from mppo.algorithm.statistics import Ratio, add_up
 from mppo.algorithm.summary import Reduced
 from mppo.batch.packed import PackedBatch
-from mppo.trainer.batches import TrajectoryTable
+from mppo.batch.table import TrajectoryTable
 
 
 class MeanOverUpdates:
@@ -43,24 +43,36 @@ class MeanOverUpdates:
         return means
 
 
-def trajectory_metrics(table: TrajectoryTable) -> dict[str, float]:
-    """Rewards, lengths and groups, from what every rank knows of all trajectories."""
+def trajectory_metrics(table: TrajectoryTable, weight_version: int) -> dict[str, float]:
+    """Rewards, lengths, groups and staleness, from what every rank knows of all trajectories.
+
+    Staleness is how many updates of the actor a trajectory's weights are behind `weight_version`, the number of those
+    that were made: its mean over actions, and the largest.
+    """
+    summaries, count = table.summaries, len(table)
     by_group: dict[int, set[float]] = {}
-    for group, reward in zip(table.groups, table.rewards, strict=True):
-        by_group.setdefault(group, set()).add(reward)
+    for group, summary in zip(table.groups, summaries, strict=True):
+        by_group.setdefault(group, set()).add(summary.reward)
     metrics = {}
-    if len(by_group) < len(table):  # with one answer per prompt a group has no signal of its own
+    if len(by_group) < count:  # with one answer per prompt a group has no signal of its own
         silent = sum(len(rewards) == 1 for rewards in by_group.values())
         metrics["reward/groups_without_signal"] = silent / len(by_group)
-    for name in sorted({name for parts in table.parts for name in parts}):
-        given = [parts[name] for parts in table.parts if name in parts]
+    for name in sorted({name for summary in summaries for name in summary.parts}):
+        given = [summary.parts[name] for summary in summaries if name in summary.parts]
         metrics[f"reward/part/{name}"] = sum(given) / len(given)
+    actions = sum(table.actions)
+    behind = sum(s.actions * (weight_version - s.mean_version) for s in summaries)
     return metrics | {
-        **spread("reward", table.rewards),
-        "reward/accuracy": sum(table.accuracies) / len(table),
+        **spread("reward", [summary.reward for summary in summaries]),
+        "reward/accuracy": sum(summary.accuracy for summary in summaries) / count,
+        "reward/abstained": float(table.left_out.abstained),
         **spread("response_length", [float(n) for n in table.actions]),
+        "rollout/truncated_share": sum(table.truncated) / count,
+        "rollout/aborted": float(table.left_out.aborted),
+        "rollout/staleness/mean": behind / max(actions, 1),
+        "rollout/staleness/max": float(weight_version - min(s.oldest_version for s in summaries)),
         "batch/tokens": float(sum(table.lengths)),
-        "batch/trajectories": float(len(table)),
+        "batch/trajectories": float(count),
     }
 
 
@@ -72,7 +84,7 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
 def batch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]:
     """Advantages over what trains, and how much of the actions that is, before any rejection in bypass mode."""
     mask = packed.loss_mask
-    advantages = packed.advantages[mask].double()
+    advantages = packed["advantages"][mask].double()
     sums = [mask.sum().double(), packed.mask.sum().double(), advantages.sum(), advantages.square().sum()]
     count, actions, total, squares = reduction.sum(torch.stack(sums)).tolist()
     mean = total / max(count, 1.0)
@@ -86,7 +98,7 @@ def batch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]
 def mismatch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]:
     """How far the anchor is from the policy that generated, over what trains."""
     mask = packed.loss_mask
-    mismatch = (packed.old_log_probs - packed.rollout_log_probs)[mask].double()
+    mismatch = (packed["old_log_probs"] - packed["rollout_log_probs"])[mask].double()
     sums = [mask.sum().double(), mismatch.abs().sum(), -mismatch.sum()]
     count, distance, kl = reduction.sum(torch.stack(sums)).tolist()
     return {

@@ -13,11 +13,14 @@ from itertools import chain
 from torch import Tensor
 
 from mppo.batch.batch_plan import assign_ranks, by_rank
-from mppo.batch.packed import PackedBatch
-from mppo.megatron.collectives import exchange_rows, gather_rows
+from mppo.batch.packed import PackedBatch, pack
+from mppo.batch.table import TrajectorySummary
+from mppo.batch.trajectory import Answer
+from mppo.megatron.collectives import exchange_rows, gather_from_all, gather_rows
+from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Topology
-from mppo.trainer.batches import StepBatch, mini_batches_of_epoch
-from mppo.trainer.run_spec import UpdateSettings
+from mppo.trainer.batches import StepBatch, mini_batches_of_epoch, tabulate
+from mppo.trainer.run_spec import RunSpec, UpdateSettings
 
 Swap = Callable[[Tensor, list[int], list[int]], Tensor]
 """`(x, sent, received)`: the first `sent[0]` rows of `x` go to rank 0, the next `sent[1]` to rank 1, and so on; returns
@@ -25,6 +28,29 @@ the rows that come here, `received[r]` of them from rank r, in order of rank."""
 
 Holders = Mapping[int, int]
 """The data-parallel rank of each trajectory, by its index in the batch of the step."""
+
+
+def distribute(answers: list[Answer], spec: RunSpec, model: ModelConfig, step: int, topology: Topology) -> StepBatch:
+    """The batch of a step, from what this rank generated for it.
+
+    Each mini-batch of the actor's first epoch is balanced over data-parallel ranks by workload, and so is the whole
+    batch. The plan follows from the summaries of all trajectories, which every rank learns here. Collective over the
+    world; raises DataError, on every rank, when nothing can train.
+    """
+    everywhere = gather_from_all([TrajectorySummary.of(answer) for answer in answers])
+    summaries = [summary for summaries in everywhere for summary in summaries]
+    table, workload, mini_batches = tabulate(summaries, spec.actor, model, topology.dp, spec.config.trainer.seed, step)
+    index_of = {summary.uid: index for index, summary in enumerate(table.summaries)}
+    producer = {s.uid: rank for rank, summaries in enumerate(everywhere) for s in summaries}
+    mine = sorted((answer for answer in answers if answer.trains), key=lambda answer: answer.trajectory.uid)
+    packed = pack(
+        [answer.trajectory for answer in mine],
+        [answer.judgement for answer in mine],
+        [index_of[answer.trajectory.uid] for answer in mine],
+    )
+    producer_of = [producer[summary.uid] for summary in table.summaries]
+    packed = deliver(packed, producer_of, table.rank_of, table.lengths, topology)
+    return StepBatch(packed, table, step, workload, mini_batches)
 
 
 def deliver(

@@ -32,8 +32,8 @@ class Role:
         if placement == "host":
             self.weights.offload()
 
-    def awake(self) -> AbstractContextManager:
-        """The weights are on the device inside. Whoever goes through them without a pass (an export) enters this."""
+    def onloaded_weights(self) -> AbstractContextManager:
+        """The weights are on the device inside. An export, which reads them without a forward pass, runs inside it."""
         return self.weights.onloaded() if self.placement == "host" else nullcontext()
 
     def forward(
@@ -49,7 +49,7 @@ class Role:
             context_part(piece, self.topology)
             for piece in micro_batches(batch, indices, limit, self.topology, closure.reads)
         ]
-        with self.awake():
+        with self.onloaded_weights():
             outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)
         like = torch.zeros(len(batch.packed))
         gathered: dict[str, Tensor | None] = {}
@@ -67,7 +67,7 @@ class Role:
         """`[V/tp, H]`: a copy of this rank's rows of the output projection; None but on the last stage."""
         if not self.topology.is_last_stage:
             return None
-        with self.awake():
+        with self.onloaded_weights():
             return output_weight(self.chunks[-1]).detach().clone()
 
 
@@ -104,7 +104,7 @@ class TrainableRole(Role):
             offloaded.offload()
 
     @contextmanager
-    def training(self) -> Iterator[None]:
+    def onloaded(self) -> Iterator[None]:
         """Weights, gradients and optimizer state are on the device inside; afterwards all parameters are gathered."""
         with ExitStack() as stack:
             for offloaded in self.offloaded:
@@ -115,7 +115,7 @@ class TrainableRole(Role):
                     chunk.start_param_sync(force_sync=True)
 
     def update(self, mini_batch: MiniBatch, objective: Objective) -> tuple[dict[str, Ratio], dict[str, float]]:
-        """One optimizer step, inside `training`: zero, forward and backward of all micro-batches, step.
+        """One optimizer step, inside `onloaded`: zero, forward and backward of all micro-batches, step.
 
         Returns metrics over the global mini-batch, and the gradient norm, the learning rate and, where it is on, the
         load-balancing loss. Raises TrainingError, on every rank and before the step, when a token loss or the gradient

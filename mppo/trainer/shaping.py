@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mppo.batch.packed import PackedBatch
 from mppo.config import OverlongBufferConfig, RewardConfig
-from mppo.trainer.batches import TrajectoryTable
+from mppo.batch.table import TrajectoryTable
 from mppo.trainer.metrics import spread
 
 
@@ -36,6 +36,12 @@ class RunningMoments:
         self.mean += delta * len(values) / count
         self.count = count
 
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]
+
     @property
     def deviation(self) -> float:
         """Unbiased; 1 while there is nothing to divide by."""
@@ -52,7 +58,7 @@ def shape_outcomes(
     """
     shaped = [
         outcome + overlong_penalty(response, reward.overlong_buffer, max_response_length)
-        for outcome, response in zip(table.outcomes, table.responses, strict=True)
+        for outcome, response in zip(table.outcomes, table.actions, strict=True)
     ]
     if reward.running_normalization:
         moments.update(shaped)
@@ -84,8 +90,8 @@ def add_to_outcomes(packed: PackedBatch, changes: list[float]) -> Tensor:
     last = packed.segments.max(positions, packed.mask).long()
     acts = packed.segments.lengths(packed.mask) > 0
     change = torch.tensor(changes, dtype=torch.double)[packed.indices]
-    rewards = packed.rewards.double().index_add(0, last[acts], change[acts])
-    return rewards.to(packed.rewards.dtype)
+    rewards = packed["rewards"].double().index_add(0, last[acts], change[acts])
+    return rewards.to(packed["rewards"].dtype)
 
 
 def without_truncated(packed: PackedBatch, truncated: list[bool]) -> Tensor:

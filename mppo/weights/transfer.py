@@ -201,6 +201,17 @@ class Exporter:
                 names = held.table.hf_names(held.layer, self._first_expert(owner) + held.expert)
                 yield from self._whole(held, names, self.topology.etp_group, owner)
 
+    @torch.no_grad()
+    def copy_whole(self, targets: dict[str, Tensor]) -> None:
+        """See `WeightSource`."""
+        missing = dict(targets)
+        for name, tensor in self.export():
+            if name not in missing:
+                raise ModelError(f"the engine's model has no tensor {name}, or it came twice")
+            missing.pop(name).copy_(tensor)
+        if missing:
+            raise ModelError(f"the engine did not receive {', '.join(sorted(missing))}")
+
     def _whole(
         self, held: Held, names: list[str], group: dist.ProcessGroup, owner: int | None
     ) -> Iterator[tuple[str, Tensor]]:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from mppo.batch.trajectory import Span, Status, TrajectoryId
 from mppo.errors import MppoError
-from mppo.weights.export import WeightSource
 
 
 class EngineError(MppoError, RuntimeError):
@@ -56,6 +57,17 @@ class Completion:
     spans: tuple[Span, ...]
     """Which weights wrote what; positions within the completion."""
     status: Status
+
+
+class WeightSource(Protocol):
+    """The trainer's weights, wherever they lie."""
+
+    def copy_whole(self, targets: dict[str, Tensor]) -> None:
+        """Fill the targets, whole tensors under their Hugging Face names, on every rank. Collective.
+
+        Raises ModelError when they are not exactly the model's.
+        """
+        ...
 
 
 class RolloutEngine(Protocol):

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from mppo.batch.trajectory import Span, Status
-from mppo.rollout.engines.contract import Completion, EngineError, Request, SamplingParams
+from mppo.rollout.engines.contract import Completion, EngineError, Request, SamplingParams, WeightSource
 from mppo.rollout.engines.sampling import draw, uniforms
-from mppo.weights.export import WeightSource
 from mppo.weights.fused import on_disk
 
 

@@ -1,8 +1,7 @@
-"""What estimators and losses are given of the batch.
+"""What an update of the actor must know of its whole mini-batch before the training pass.
 
-What an update of the actor must know of its whole mini-batch is found before the training pass. Bypass mode weighs
-and rejects by the current policy against the rollout's; some losses choose tokens over the mini-batch. Both see the
-current log-probs of all of it, whatever the cut.
+Bypass mode weighs and rejects by the current policy against the rollout's; some losses choose tokens over the
+mini-batch. Both see the current log-probs of all of it, whatever the cut.
 """
 
 import random
@@ -11,45 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mppo.algorithm.advantages import AdvantageInputs
 from mppo.algorithm.policy_losses import MiniBatchInputs, PolicyLoss
 from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct
 from mppo.algorithm.summary import Reduced
-from mppo.batch.packed import PackedBatch
+from mppo.batch.packed import PREPARED, PackedBatch
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.objectives import LogProbPass
 from mppo.trainer.batches import StepBatch
 from mppo.trainer.roles import TrainableRole
 from mppo.trainer.run_spec import RunSpec
-
-
-def advantage_inputs(batch: StepBatch, reduction: Reduction) -> AdvantageInputs:
-    """What an estimator sees of this rank's part."""
-    packed, table = batch.packed, batch.table
-    indices = packed.indices.tolist()
-
-    def of_mine(numbers: list[float]) -> Tensor:
-        return torch.tensor([numbers[i] for i in indices], dtype=torch.double)
-
-    names = set(table.parts[0]).intersection(*table.parts)
-    return AdvantageInputs(
-        rewards=packed.rewards,
-        action_mask=packed.mask,
-        loss_mask=packed.loss_mask,
-        segments=packed.segments,
-        groups=packed.groups,
-        num_groups=max(table.groups) + 1,
-        indices=packed.indices,
-        num_trajectories=len(table),
-        values=packed.values,
-        reduction=reduction,
-        old_log_probs=packed.old_log_probs,
-        sum_pi_squared=packed.sum_pi_squared,
-        rollout_is_weights=packed.rollout_is_weights,
-        reward_baselines=None if table.baselines is None else of_mine(table.baselines),
-        reward_parts={name: of_mine([parts[name] for parts in table.parts]) for name in names},
-    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +56,7 @@ class CurrentPolicyFields:
     def _current_log_probs(self, batch: StepBatch, indices: list[int], number: int) -> Tensor:
         """`[T]`. Before the first update of a step they are those of the anchor, which need no pass."""
         if number == 0 and not self.spec.correction.bypass_mode:
-            return batch.packed.old_log_probs
+            return batch.packed["old_log_probs"]
         limit = self.spec.actor.infer_limit
         return self.actor.forward(batch, limit, LogProbPass(self.head), indices)["log_probs"]
 
@@ -94,7 +64,7 @@ class CurrentPolicyFields:
         part = _part(batch, indices)
         inputs = CorrectionInputs(
             log_probs=log_probs[part.origin],
-            rollout_log_probs=part.rollout_log_probs,
+            rollout_log_probs=part["rollout_log_probs"],
             mask=part.loss_mask,
             segments=part.segments,
             reduction=self.reduction,
@@ -126,8 +96,8 @@ def with_prepared(
     start = torch.tensor([starts[i] for i in part.indices.tolist()], dtype=torch.long)
     inputs = MiniBatchInputs(
         log_probs=log_probs[part.origin],
-        old_log_probs=part.old_log_probs,
-        advantages=part.advantages,
+        old_log_probs=part["old_log_probs"],
+        advantages=part["advantages"],
         mask=part.loss_mask,
         segments=part.segments,
         batch_positions=part.segments.expand(start) + part.positions,
@@ -136,12 +106,12 @@ def with_prepared(
         reduction=reduction,
     )
     prepared = loss.prepare(inputs)
-    return batch.with_fields(prepared={name: _put_back(batch, part, x) for name, x in prepared.items()})
+    return batch.with_fields({f"{PREPARED}/{name}": _put_back(batch, part, x) for name, x in prepared.items()})
 
 
 def _part(batch: StepBatch, indices: list[int]) -> PackedBatch:
     """This rank's trajectories of the mini-batch."""
-    return batch.packed.select([batch.place_of[i] for i in indices if i in batch.place_of])
+    return batch.packed.select([batch.row_of[i] for i in indices if i in batch.row_of])
 
 
 def _put_back(batch: StepBatch, part: PackedBatch, values: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+"""From judged trajectories to advantages: rollout correction, shaping of outcomes, KL in the reward, the estimator."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mppo.algorithm.advantages.groups import groups_of_one
+from mppo.algorithm.diagnostics import explained_variance
+from mppo.algorithm.kl import KLController, kl_penalty
+from mppo.algorithm.reduction import Reduction
+from mppo.algorithm.rollout_correction import CorrectionInputs, correct
+from mppo.megatron.collectives import fail_together
+from mppo.trainer.batches import StepBatch
+from mppo.trainer.estimator_inputs import estimator_inputs
+from mppo.trainer.metrics import batch_metrics, mismatch_metrics
+from mppo.trainer.run_spec import Anchor, RunSpec
+from mppo.trainer.shaping import RunningMoments, add_to_outcomes, shape_outcomes, shaping_metrics, without_truncated
+
+
+@dataclass(frozen=True)
+class AdvantagePipeline:
+    """What a step does between the forward-only passes and the updates. Collective over data-parallel ranks."""
+
+    spec: RunSpec
+    reduction: Reduction
+    kl_controller: KLController
+    moments: RunningMoments
+    """Of all outcomes of the run."""
+    metrics: dict[str, float]
+    """Of the training step; what is found is added."""
+
+    def __call__(self, batch: StepBatch) -> StepBatch:
+        """The batch with `advantages` and `returns`. Raises DataError, on every rank, for any that is not finite."""
+        batch = self._mask_truncated(batch)
+        batch = self._correct(batch)
+        batch = self._shape(batch)
+        batch = self._penalise(batch)
+        inputs = estimator_inputs(batch, self.reduction)
+        result = self.spec.estimator(inputs)
+        with fail_together():
+            self.spec.estimator.check_finite(result, inputs)
+        batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
+        self.metrics |= batch_metrics(batch.packed, self.reduction)
+        if self.spec.anchor(len(batch.table)) is Anchor.OWN_PASS:
+            self.metrics |= mismatch_metrics(batch.packed, self.reduction)
+        if self.spec.estimator.groups:
+            self.metrics["advantage/groups_of_one"] = float(groups_of_one(inputs))
+        if (values := batch.packed.get("values")) is not None:
+            self.metrics["critic/explained_variance"] = explained_variance(
+                values, result.returns, batch.packed.loss_mask, self.reduction
+            )
+        return batch
+
+    def _mask_truncated(self, batch: StepBatch) -> StepBatch:
+        """By choice, answers that were cut off do not train."""
+        if not self.spec.config.algorithm.overlong_masking:
+            return batch
+        return batch.keeping(without_truncated(batch.packed, batch.table.truncated), self.reduction)
+
+    def _correct(self, batch: StepBatch) -> StepBatch:
+        """Decoupled, weigh and reject by the anchor against the rollout's policy.
+
+        In bypass mode that follows for each mini-batch, by the current policy.
+        """
+        correction, packed = self.spec.correction, batch.packed
+        if self.spec.anchor(len(batch.table)) is not Anchor.OWN_PASS:
+            return batch
+        inputs = CorrectionInputs(
+            packed["old_log_probs"], packed["rollout_log_probs"], packed.loss_mask, packed.segments, self.reduction
+        )
+        result = correct(inputs, correction)
+        self.metrics |= result.metrics
+        if correction.rollout_rs is not None:
+            batch = batch.keeping(result.kept, self.reduction)
+        return batch.with_fields(rollout_is_weights=result.importance_weights)
+
+    def _shape(self, batch: StepBatch) -> StepBatch:
+        """Length penalty, normalisation and clip of the outcomes."""
+        reward, table = self.spec.config.reward, batch.table
+        if not reward.shapes:
+            return batch
+        shaped = shape_outcomes(table, reward, self.spec.config.data.max_response_length, self.moments)
+        self.metrics |= shaping_metrics(shaped, reward, self.moments)
+        changes = [after - before for after, before in zip(shaped, table.outcomes, strict=True)]
+        return batch.with_fields(rewards=add_to_outcomes(batch.packed, changes))
+
+    def _penalise(self, batch: StepBatch) -> StepBatch:
+        """Subtract `beta * KL(old, ref)` from each action's reward, then steer beta.
+
+        The statistic is the mean over trajectories that train of their mean over actions.
+        """
+        if not self.spec.config.algorithm.use_kl_in_reward:
+            return batch
+        packed, beta = batch.packed, self.kl_controller.coefficient
+        kl = packed.get("full_kl")
+        if kl is None:
+            form = self.spec.config.algorithm.kl_penalty
+            kl = kl_penalty(packed["old_log_probs"], packed["ref_log_probs"], form)
+        kl = torch.where(packed.mask, kl, 0.0)
+        trains = packed.segments.lengths(packed.loss_mask) > 0
+        means = packed.segments.mean(kl.double(), packed.loss_mask)
+        total, count = self.reduction.sum(torch.stack([means[trains].sum(), trains.sum().double()])).tolist()
+        current = total / max(count, 1.0)
+        self.metrics |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
+        self.kl_controller.update(current, int(count))
+        return batch.with_fields(rewards=packed["rewards"] - beta * kl)
