@@ -78,7 +78,9 @@ class RolloutConfig:
 
     def __post_init__(self):
         one_of("rollout.engine", self.engine, ("local",))
-        positive("rollout", timeout_s=self.timeout_s, n=self.n, temperature=self.temperature, batch_size=self.batch_size)
+        positive(
+            "rollout", timeout_s=self.timeout_s, n=self.n, temperature=self.temperature, batch_size=self.batch_size
+        )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k < 0:

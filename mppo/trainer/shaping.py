@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mppo.batch.packed import PackedBatch
-from mppo.config import OverlongBufferConfig, RewardConfig
 from mppo.batch.table import TrajectoryTable
+from mppo.config import OverlongBufferConfig, RewardConfig
 from mppo.trainer.metrics import spread
 
 

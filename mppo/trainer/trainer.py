@@ -11,7 +11,13 @@ from typing import Any, TypeVar
 from mppo.algorithm.kl import FULL, KLController
 from mppo.batch.trajectory import Answer
 from mppo.megatron import platform
-from mppo.megatron.collectives import data_parallel_reduction, fail_together, gather_from_all, sum_over_ranks, sum_with_gradient
+from mppo.megatron.collectives import (
+    data_parallel_reduction,
+    fail_together,
+    gather_from_all,
+    sum_over_ranks,
+    sum_with_gradient,
+)
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
 from mppo.rollout.buffer import Taken
 from mppo.rollout.rewards import check_parts
@@ -267,10 +273,11 @@ class Trainer:
         if critic is None or settings is None:
             return
         mean, cliprange = MeanOverUpdates("critic/"), self.config.critic.cliprange_value
-        batch = batch.only(ValueObjective.reads)
+        seed, reads = self.config.trainer.seed, ValueObjective.reads
+        steps = balanced_mini_batches(batch.only(reads), settings, seed, critic.topology)
         with critic.onloaded():
-            for batch, indices in balanced_mini_batches(batch, settings, self.config.trainer.seed, critic.topology):
-                mini_batch = cut_mini_batch(batch, indices, settings, critic.topology, ValueObjective.reads)
+            for batch, indices in steps:
+                mini_batch = cut_mini_batch(batch, indices, settings, critic.topology, reads)
                 mean.add(*critic.update(mini_batch, ValueObjective(cliprange, mini_batch.total_tokens)))
         self.metrics |= mean.metrics()
 

@@ -38,9 +38,9 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: tuple[int, ...]
-    """What its random numbers are drawn from: an engine that can gives the same request the same answer, on any rank."""
+    """What its random numbers are drawn from. An engine that can answers the same request alike, on any rank."""
     timeout_s: float
-    """Seconds after which the engine gives up and answers with what it has, as aborted."""
+    """After so many seconds the engine gives up and answers with what it has, as aborted."""
 
     @property
     def group(self) -> int:
