@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mppo.batch.balance import WorkloadModel
-from mppo.batch.batch_plan import BatchPlan, MicroBatchLimit, make_batch_plan
+from mppo.batch.batch_plan import MicroBatchLimit
+from tests.unit.whole_plan import BatchPlan, make_batch_plan
 
 SEED = 0
 MINI_BATCHES = 8

@@ -11,7 +11,7 @@ from mppo.algorithm.aggregation import BatchCounts, token_weights
 from mppo.algorithm.policy_losses import POLICY_LOSSES, MiniBatchInputs, PolicyInputs, PolicyLoss, policy_loss
 from mppo.algorithm.reduction import WHOLE, Reduction
 from mppo.algorithm.statistics import Ratio
-from mppo.batch.packed import PackedBatch
+from mppo.batch.packed import PREPARED, PackedBatch
 from tests.unit.samples import masked_sum, normals, packed_batches, segments_of
 
 KNOBS: dict[str, dict[str, Any]] = {
@@ -57,8 +57,8 @@ def prepared(
         return batch
     mini_batch = MiniBatchInputs(
         log_probs=log_probs,
-        old_log_probs=batch.old_log_probs,
-        advantages=batch.advantages,
+        old_log_probs=batch["old_log_probs"],
+        advantages=batch["advantages"],
         mask=batch.mask,
         segments=batch.segments,
         batch_positions=torch.arange(len(batch)) if places is None else places,
@@ -66,12 +66,13 @@ def prepared(
         seed=seed,
         reduction=reduction,
     )
-    return batch.with_fields(prepared=loss.prepare(mini_batch))
+    return batch.with_fields({f"{PREPARED}/{name}": x for name, x in loss.prepare(mini_batch).items()})
 
 
 def policy_inputs(batch: PackedBatch, log_probs: Tensor, **others: Any) -> PolicyInputs:
-    given = {"segments": batch.segments, "rollout_is_weights": batch.rollout_is_weights, "prepared": batch.prepared}
-    return PolicyInputs(log_probs, batch.old_log_probs, batch.advantages, batch.mask, **{**given, **others})
+    weights = batch.get("rollout_is_weights")
+    given = {"segments": batch.segments, "rollout_is_weights": weights, "prepared": batch.prepared}
+    return PolicyInputs(log_probs, batch["old_log_probs"], batch["advantages"], batch.mask, **{**given, **others})
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def chosen(name, advantages, log_probs, old_log_probs=None, mask=None, seed=0, *
 
 def covariances(batch, log_probs):
     """By the definition, over the tokens that train."""
-    kept = [(i, batch.advantages[i].item(), log_probs[i].item()) for i in batch.mask.nonzero().squeeze(-1).tolist()]
+    kept = [(i, batch["advantages"][i].item(), log_probs[i].item()) for i in batch.mask.nonzero().squeeze(-1).tolist()]
     mean_advantage, mean_log_prob = (sum(row[k] for row in kept) / max(len(kept), 1) for k in (1, 2))
     return {i: (advantage - mean_advantage) * (log_prob - mean_log_prob) for i, advantage, log_prob in kept}
 
@@ -55,7 +55,7 @@ def test_clip_cov_draws_from_the_tokens_in_the_band_that_are_not_clipped_already
     cov = covariances(batch, log_probs)
 
     def silenced(i):
-        ratio, advantage = (log_probs[i] - batch.old_log_probs[i]).exp().item(), batch.advantages[i].item()
+        ratio, advantage = (log_probs[i] - batch["old_log_probs"][i]).exp().item(), batch["advantages"][i].item()
         return ratio > 1.2 if advantage > 0 else ratio < 0.8
 
     candidates = {i for i, c in cov.items() if -0.5 < c < 0.5 and not silenced(i)}

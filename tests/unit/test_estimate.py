@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mppo.batch.balance import WorkloadModel
-from mppo.batch.batch_plan import MicroBatchLimit, make_batch_plan
+from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.cli.main import main
 from mppo.config import DataConfig, OptimConfig, ParallelConfig, RecomputeConfig
 from mppo.errors import ConfigError, DataError
@@ -20,6 +20,7 @@ from mppo.planning.estimate.stage_layout import Layout, stage_weights
 from mppo.trainer.run_spec import UpdateSettings
 from mppo.weights.architectures import architecture_of
 from tests.distributed.model_folders import CONFIGS, REWARD_MODELS
+from tests.unit.whole_plan import make_batch_plan
 
 pytestmark = pytest.mark.unit
 

@@ -36,7 +36,7 @@ def with_nothing_chosen(x):
 def test_what_the_mask_hides_reaches_neither_loss_nor_gradient_nor_statistics(case, mini_batch, garbage):
     (batch, log_probs), loss = mini_batch, loss_of(case)
     names = ("old_log_probs", "advantages", "rollout_is_weights")
-    hidden = {name: torch.where(batch.mask, getattr(batch, name), 1e6 * garbage) for name in names}
+    hidden = {name: torch.where(batch.mask, batch[name], 1e6 * garbage) for name in names}
     shown = evaluate(loss, prepared(loss, batch, log_probs), log_probs)
 
     log_probs = torch.where(batch.mask, log_probs, 1e6)
@@ -52,7 +52,7 @@ def test_not_a_number_behind_the_mask_stays_there(case, mini_batch):
     """Outside the mask the gradient is then NaN as well; training hides it in the log-probs that it hands in."""
     (batch, log_probs), loss = mini_batch, loss_of(case)
     names = ("old_log_probs", "advantages", "rollout_is_weights")
-    hidden = {name: torch.where(batch.mask, getattr(batch, name), torch.nan) for name in names}
+    hidden = {name: torch.where(batch.mask, batch[name], torch.nan) for name in names}
     shown = evaluate(loss, prepared(loss, batch, log_probs), log_probs)
 
     log_probs = torch.where(batch.mask, log_probs, torch.nan)

@@ -1,17 +1,12 @@
-"""Length penalty, running normalisation, clip, masking of cut answers, and the choice of groups with a signal."""
+"""Length penalty, running normalisation, clip, and masking of cut answers."""
 
 import statistics
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mppo.batch.packed import pack
-from mppo.batch.trajectory import Trajectory
 from mppo.config import OverlongBufferConfig, RewardConfig
-from mppo.trainer.batches import TrajectoryTable
-from mppo.trainer.collecting import select_groups
 from mppo.trainer.shaping import (
     RunningMoments,
     add_to_outcomes,
@@ -19,6 +14,7 @@ from mppo.trainer.shaping import (
     shape_outcomes,
     without_truncated,
 )
+from tests.unit.samples import answer, pack_answers, table_of
 
 pytestmark = pytest.mark.unit
 
@@ -26,22 +22,8 @@ NUMBERS = st.floats(-10, 10)
 
 
 def table(outcomes, responses=None):
-    count = len(outcomes)
-    responses = responses or [1] * count
-    nothing = [0] * count
-    return TrajectoryTable(
-        lengths=responses,
-        responses=responses,
-        actions=responses,
-        groups=nothing,
-        rewards=outcomes,
-        outcomes=outcomes,
-        accuracies=outcomes,
-        truncated=[False] * count,
-        parts=[{}] * count,
-        rank_of=nothing,
-        kept=responses,
-    )
+    responses = responses or [1] * len(outcomes)
+    return table_of(responses, responses, [0] * len(outcomes), outcomes)
 
 
 @pytest.mark.parametrize(("response", "penalty"), [(0, 0), (60, 0), (80, 0), (85, -0.5), (90, -1), (100, -2)])
@@ -80,42 +62,16 @@ def test_equal_outcomes_are_centred_and_not_blown_up():
     assert shape_outcomes(table([3.0, 3.0]), RewardConfig(running_normalization=True), 9, RunningMoments()) == [0, 0]
 
 
-def trajectory(index, actions, reward=1.0):
-    mask = torch.tensor([False, *actions])
-    return Trajectory(index, index, torch.arange(len(mask)), mask, torch.zeros(len(mask)), reward=reward)
+def judged(actions, score=1.0):
+    return answer([0, *actions], score=score)
 
 
 def test_a_change_of_the_outcome_stands_at_the_last_action_whatever_the_order():
-    batch = pack([trajectory(1, [True, True, False]), trajectory(0, [False]), trajectory(2, [True], reward=2.0)])
+    batch = pack_answers([judged([1, 1, 0]), judged([0]), judged([1], score=2.0)], [1, 0, 2])
     changed = add_to_outcomes(batch, [7.0, -0.5, 1.0])
     assert changed.tolist() == [0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 3.0, 0.0]
 
 
 def test_answers_that_were_cut_off_do_not_train():
-    batch = pack([trajectory(1, [True, True]), trajectory(0, [True])])
+    batch = pack_answers([judged([1, 1]), judged([1])], [1, 0])
     assert without_truncated(batch, [False, True]).tolist() == [False, False, False, True, False]
-
-
-def test_tool_output_counts_as_response_and_the_prompt_does_not():
-    assert trajectory(0, [False, True, False, True, False]).response_length == 4
-    assert trajectory(0, [False]).response_length == 0
-
-
-@given(
-    st.dictionaries(st.integers(0, 30), st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4)),
-    st.integers(1, 6),
-)
-def test_groups_with_signal_come_first_and_nothing_is_lost(values, wanted):
-    selection = select_groups(values, wanted)
-    signal = [group for group, of_group in values.items() if len(set(of_group)) > 1]
-    assert len(selection.chosen) == min(wanted, len(values))
-    assert len(set(selection.chosen) & set(signal)) == min(wanted, len(signal))
-    assert selection.with_signal + selection.without_signal == len(values)
-    assert selection.used_without_signal == len(set(selection.chosen) - set(signal))
-    assert selection.metrics(1)["rollout/groups_left_out"] == len(values) - len(selection.chosen)
-
-
-def test_the_first_groups_with_signal_are_taken_in_order():
-    values = {0: [1, 1], 1: [0, 1], 2: [0, 0], 3: [1, 0], 4: [0, 1]}
-    assert select_groups(values, 2).chosen == [1, 3]
-    assert select_groups(values, 4).chosen == [0, 1, 3, 4]

@@ -38,9 +38,15 @@ class Slice:
 
     def __init__(self, batch, positions, reduction):
         self.segments = slice_of(batch, positions, reduction)
-        for name in ("mask", "old_log_probs", "advantages", "rollout_is_weights"):
-            setattr(self, name, getattr(batch, name)[positions])
+        self.mask = batch.mask[positions]
+        self.fields = {name: x[positions] for name, x in batch.fields.items()}
         self.prepared = {name: x[positions] for name, x in batch.prepared.items()}
+
+    def __getitem__(self, name):
+        return self.fields[name]
+
+    def get(self, name):
+        return self.fields.get(name)
 
 
 def positions_of(assignment):
