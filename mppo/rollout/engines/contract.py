@@ -6,11 +6,6 @@ from typing import Protocol
 from torch import Tensor
 
 from mppo.batch.trajectory import Span, Status, TrajectoryId
-from mppo.errors import MppoError
-
-
-class EngineError(MppoError, RuntimeError):
-    """A rollout engine cannot answer: it has no weights, an update failed, or it does not answer in time."""
 
 
 @dataclass(frozen=True)

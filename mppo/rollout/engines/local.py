@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from mppo.batch.trajectory import Span, Status
-from mppo.rollout.engines.contract import Completion, EngineError, Request, SamplingParams, WeightSource
+from mppo.errors import EngineError
+from mppo.rollout.engines.contract import Completion, Request, SamplingParams, WeightSource
 from mppo.rollout.engines.sampling import draw, uniforms
 from mppo.weights.fused import on_disk
 
