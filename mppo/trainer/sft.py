@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the same hook, batches and schedule with another objective, the cross entropy of given answers."""
+"""Supervised fine-tuning: the same hook, batches and schedule with the cross entropy of given answers as objective."""
 
 import os
 from collections.abc import Mapping
