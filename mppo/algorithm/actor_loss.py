@@ -21,7 +21,7 @@ class ActorTerms:
     kl_loss_coef: float | None = None
     """None: no loss-side KL."""
     kl_loss_type: str = "low_var_kl"
-    weighted: tuple[str, ...] = ("policy",)
+    importance_weighted: tuple[str, ...] = ("policy",)
     """The terms that importance weights multiply: `policy`, and by choice `kl` and `entropy`."""
 
     @property
@@ -52,7 +52,7 @@ def actor_loss(
         return Ratio.total(torch.where(mask, token_values.detach(), 0.0) * weights)
 
     def weighted(term: str, token_values: Tensor) -> Tensor:
-        return token_values if x.rollout_is_weights is None or term not in terms.weighted else (
+        return token_values if x.rollout_is_weights is None or term not in terms.importance_weighted else (
             token_values * x.rollout_is_weights
         )  # fmt: skip
 

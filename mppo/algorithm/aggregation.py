@@ -17,7 +17,7 @@ from mppo.registry import Registry
 class BatchCounts:
     """What the whole global mini-batch holds, known before its first forward pass."""
 
-    tokens: int
+    loss_tokens: int
     """N: positions that the loss mask selects."""
     trajectories: int
     """B: trajectories with at least one such position."""
@@ -41,7 +41,7 @@ def token_weights(mode: str, mask: Tensor, segments: Segments, counts: BatchCoun
 @AGGREGATIONS.register("token-mean")
 def token_mean(mask: Tensor, segments: Segments, counts: BatchCounts, norm: float) -> Tensor:
     """`1 / N`: every token of the mini-batch weighs the same."""
-    return mask.double() / max(counts.tokens, 1)
+    return mask.double() / max(counts.loss_tokens, 1)
 
 
 @AGGREGATIONS.register("token-sum")

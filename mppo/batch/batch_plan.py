@@ -26,25 +26,62 @@ Cost = Callable[[int], float]
 
 @dataclass(frozen=True)
 class MicroBatchLimit:
-    """How much goes into one micro-batch of one data-parallel rank: a number of trajectories, or of tokens."""
+    """How much of one micro-batch one GPU may hold, as the configuration says it: trajectories, or tokens."""
 
     trajectories: int | None = None
+    """Whole ones, however many context-parallel GPUs share them."""
     tokens: int | None = None
+    """Per GPU, padding included."""
+    field: str = "the limit of tokens per GPU"
+    """The configuration field that an error names."""
 
     def __post_init__(self):
         if (self.trajectories is None) == (self.tokens is None):
             raise ConfigError("a micro-batch is limited either by trajectories or by tokens, not by both or neither")
-        if self.most <= 0:
-            raise ConfigError(f"the limit of a micro-batch is {self.most}; it must be positive")
+        if (self.trajectories or self.tokens or 0) <= 0:
+            raise ConfigError(f"the limit of a micro-batch is {self.trajectories or self.tokens}; it must be positive")
+
+    def of_replica(self, context_parallel_size: int = 1, token_multiple: int = 1) -> "ReplicaLimit":
+        """The limit on a data-parallel replica, where each trajectory is cut over `context_parallel_size` GPUs and the
+        tokens on each are padded to a multiple of `token_multiple`."""
+        return ReplicaLimit(self, context_parallel_size, token_multiple)
+
+
+@dataclass(frozen=True)
+class ReplicaLimit:
+    """How much one micro-batch of a data-parallel replica may hold: on all its context-parallel GPUs together."""
+
+    per_gpu: MicroBatchLimit
+    context_parallel_size: int = 1
+    token_multiple: int = 1
+    """The tokens on each GPU are padded to a multiple of this."""
+
+    @property
+    def tokens(self) -> int | None:
+        """On all context-parallel GPUs together; None where trajectories are counted."""
+        per_gpu = self.per_gpu.tokens
+        return None if per_gpu is None else self.context_parallel_size * (per_gpu - per_gpu % self.token_multiple)
 
     @property
     def most(self) -> int:
         """In trajectories or tokens."""
-        return self.tokens if self.trajectories is None else self.trajectories
+        return self.per_gpu.trajectories or self.tokens or 0
 
     def size(self, length: int) -> int:
         """How much of it a trajectory of `length` tokens takes up."""
-        return length if self.trajectories is None else 1
+        return length if self.per_gpu.trajectories is None else 1
+
+    def check(self, index: int, length: int) -> None:
+        """Raise DataError that names the trajectory `index`, of `length` padded tokens, if no micro-batch has room."""
+        if self.tokens is None or length <= self.tokens:
+            return
+        gpus, multiple = self.context_parallel_size, self.token_multiple
+        of_gpus = f" of {gpus} context-parallel GPUs, padding included" if gpus > 1 else ""
+        needed = -(-length // (gpus * multiple)) * multiple
+        raise DataError(
+            f"trajectory {index} has {length} tokens, over the micro-batch budget of {self.tokens}{of_gpus};"
+            f" raise {self.per_gpu.field} from {self.per_gpu.tokens} to {needed} or more"
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +100,7 @@ def make_batch_plan(
     *,
     mini_batch_size: int,
     ranks: int,
-    limit: MicroBatchLimit,
+    limit: ReplicaLimit,
     multiple: int = 1,
     cost: Cost = float,
     shuffle_seed: str | None = None,
@@ -82,7 +119,7 @@ def make_batch_plan(
     Groups of trajectories may be cut anywhere. Raises DataError that names a trajectory longer than the token limit.
     """
     for index, length in enumerate(lengths):
-        check_budget(index, length, limit)
+        limit.check(index, length)
     mini_batches = split_mini_batches(len(lengths), mini_batch_size, shuffle_seed)
     rank_of = assign_ranks(mini_batches, [cost(n) for n in lengths], ranks)
     shares = [by_rank(indices, [rank_of[i] for i in indices], ranks) for indices in mini_batches]
@@ -137,7 +174,7 @@ def by_rank(items: Iterable[T], rank_of: Iterable[int], ranks: int) -> list[list
 
 
 def plan_micro_batches(
-    parts: list[list[int]], lengths: Lengths, limit: MicroBatchLimit, multiple: int = 1, cost: Cost = float
+    parts: list[list[int]], lengths: Lengths, limit: ReplicaLimit, multiple: int = 1, cost: Cost = float
 ) -> list[list[list[int]]]:
     """Cut the part that each rank has of a mini-batch into micro-batches: `plan[rank][micro_batch]` -> indices.
 
@@ -147,7 +184,7 @@ def plan_micro_batches(
     Raises DataError that names a trajectory longer than the token limit, on every rank alike.
     """
     for index in (i for part in parts for i in part):
-        check_budget(index, lengths[index], limit)
+        limit.check(index, lengths[index])
     longest_first = [sorted(part, key=lambda i: (-lengths[i], i)) for part in parts]
     fewest = [_pack(part, lengths, limit) for part in longest_first]
     needed = max((len(micro_batches) for micro_batches in fewest), default=1)
@@ -163,23 +200,14 @@ def plan_micro_batches(
     return plan
 
 
-def check_budget(index: int, length: int, limit: MicroBatchLimit) -> None:
-    """Raise DataError that names a trajectory no micro-batch has room for."""
-    if limit.tokens is not None and length > limit.tokens:
-        raise DataError(
-            f"trajectory {index} has {length} tokens, over the micro-batch budget of {limit.tokens}; "
-            "raise max_token_len_per_gpu to the longest prompt plus response"
-        )
-
-
-def _pack(longest_first: list[int], lengths: Lengths, limit: MicroBatchLimit) -> list[list[int]]:
+def _pack(longest_first: list[int], lengths: Lengths, limit: ReplicaLimit) -> list[list[int]]:
     """As few micro-batches as best fit takes."""
     bins = best_fit([(limit.size(lengths[i]), i) for i in longest_first], limit.most)
     return [[index for _, index in items] for items in bins]
 
 
 def _spread(
-    longest_first: list[int], lengths: Lengths, limit: MicroBatchLimit, count: int, cost: Cost
+    longest_first: list[int], lengths: Lengths, limit: ReplicaLimit, count: int, cost: Cost
 ) -> list[list[int]] | None:
     """Exactly `count` micro-batches; each trajectory goes to the one with the least workload among those with room.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mppo.algorithm.policy_losses import PolicyLoss
-from mppo.algorithm.policy_losses.probe import Sample, draw_sample, prepared, probe, token_losses
+from mppo.algorithm.policy_losses.probe import Sample, draw_sample, probe, token_losses, with_prepared
 from mppo.algorithm.segments import Segments
 from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from mppo.errors import ConfigError
@@ -32,7 +32,7 @@ class Finding:
 def loss_and_gradient(loss: PolicyLoss, sample: Sample) -> tuple[Tensor, Tensor]:
     """The weighted sum, and its gradient `[T]` with respect to the log-probs of the masked positions."""
     log_probs = sample.log_probs.clone().requires_grad_()
-    total = (token_losses(loss, sample, log_probs) * sample.weights).sum()
+    total = (token_losses(loss, sample, log_probs) * sample.token_weights).sum()
     (gradient,) = torch.autograd.grad(total, log_probs)
     return total.detach(), torch.where(sample.mask, gradient, 0.0)
 
@@ -44,7 +44,7 @@ def examine(loss: PolicyLoss) -> list[Finding]:
     except ConfigError as error:
         return [Finding("one finite loss per token", False, str(error))]
     sample = draw_sample(loss)
-    sample = prepared(loss, sample, len(sample.mask))
+    sample = with_prepared(loss, sample, len(sample.mask))
     findings = [Finding("one finite loss per token", True)]
     for check in (_mask, _micro_batches, _ranks, _slices, _differences, _extremes, _direction):
         try:
@@ -90,10 +90,12 @@ def _micro_batches(loss: PolicyLoss, sample: Sample) -> Finding:
 
 def _ranks(loss: PolicyLoss, sample: Sample) -> Finding:
     """the cut over data-parallel ranks does not matter"""
-    parts = [sample.trajectories(which) for which in ([0, 3, 4], [], [1, 2, 5, 6])] if loss.prepare else [sample]
+    parts = (
+        [sample.trajectories(which) for which in ([0, 3, 4], [], [1, 2, 5, 6])] if loss.needs_mini_batch else [sample]
+    )
     results = on_simulated_ranks(
         parts,
-        lambda part, exchange: _with_places(loss, prepared(loss, part, len(sample.mask), exchange.reduction())),
+        lambda part, exchange: _with_places(loss, with_prepared(loss, part, len(sample.mask), exchange.reduction())),
     )
     gradient = torch.zeros_like(sample.log_probs)
     for _, part_gradient, places in results:
@@ -104,18 +106,18 @@ def _ranks(loss: PolicyLoss, sample: Sample) -> Finding:
 
 
 def _with_places(loss: PolicyLoss, part: Sample) -> tuple[Tensor, Tensor, Tensor]:
-    return *loss_and_gradient(loss, part), part.places
+    return *loss_and_gradient(loss, part), part.batch_positions
 
 
 def _slices(loss: PolicyLoss, sample: Sample) -> Finding:
     """slices of a trajectory on context-parallel ranks do not matter"""
     log_probs = sample.log_probs.clone().requires_grad_()
-    halves = [(sample.places % 2 == side).nonzero().squeeze(-1) for side in (0, 1)]
+    halves = [(sample.batch_positions % 2 == side).nonzero().squeeze(-1) for side in (0, 1)]
 
     def on_slice(positions: Tensor, exchange) -> Tensor:
         segments = Segments(sample.segments.ids[positions], sample.segments.count, combine=exchange.sum)
         part = sample.select(positions, segments)
-        return (token_losses(loss, part, log_probs[positions]) * part.weights).sum()
+        return (token_losses(loss, part, log_probs[positions]) * part.token_weights).sum()
 
     total = sum(on_simulated_ranks(halves, on_slice))
     (gradient,) = torch.autograd.grad(total, log_probs)
@@ -145,7 +147,7 @@ def _differences(loss: PolicyLoss, sample: Sample) -> Finding:
     token_losses(loss, sample, sample.log_probs, frozen.record)
 
     def total(log_probs: Tensor) -> Tensor:
-        return (token_losses(loss, sample, log_probs, frozen.replay()) * sample.weights).sum()
+        return (token_losses(loss, sample, log_probs, frozen.replay()) * sample.token_weights).sum()
 
     slopes = torch.zeros_like(sample.log_probs)
     for t in sample.mask.nonzero().squeeze(-1).tolist():

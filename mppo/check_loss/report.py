@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import Tensor
 
 from mppo.algorithm.policy_losses import PolicyLoss, policy_loss
-from mppo.algorithm.policy_losses.probe import Sample, prepared
+from mppo.algorithm.policy_losses.probe import Sample, with_prepared
 from mppo.algorithm.segments import Segments
 from mppo.check_loss.examination import Finding, examine, loss_and_gradient
 from mppo.errors import ConfigError
@@ -62,11 +62,11 @@ def curve(loss: PolicyLoss, advantage: float, ratios: Tensor) -> tuple[Tensor, T
         advantages=torch.full_like(ratios, advantage),
         mask=torch.ones(count, dtype=torch.bool),
         segments=Segments(torch.arange(count), count),
-        places=torch.arange(count),
+        batch_positions=torch.arange(count),
         prepared={},
-        weights=torch.ones_like(ratios),
+        token_weights=torch.ones_like(ratios),
     )
-    sample = prepared(loss, sample, count)
+    sample = with_prepared(loss, sample, count)
     for i in range(count):
         losses[i], gradient = loss_and_gradient(loss, sample.trajectories([i]))
         gradients[i] = gradient

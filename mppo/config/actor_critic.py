@@ -85,7 +85,7 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int | None = None
     """Trajectories per micro-batch of one data-parallel rank."""
     ppo_max_token_len_per_gpu: int | None = None
-    """Tokens per micro-batch of one data-parallel rank: a hard limit."""
+    """Tokens of a micro-batch on one GPU, which under context parallelism holds a slice of it: a hard limit."""
     log_prob_micro_batch_size_per_gpu: int | None = None
     """The same for the forward-only pass; null: as in training."""
     log_prob_max_token_len_per_gpu: int | None = None

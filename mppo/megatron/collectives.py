@@ -80,6 +80,20 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.P
     return torch.cat(coming)
 
 
+def gather_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The rows `x [N, ...]` of all ranks of the group, one after another in order of rank; rank r has `sizes[r]`.
+
+    They travel as bytes, padded to the longest.
+    """
+    rows = x.unsqueeze(-1).view(torch.uint8).to(platform.device())
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group)
+    together = torch.cat([piece[:size] for piece, size in zip(gathered, sizes, strict=True)])
+    return together.view(x.dtype).squeeze(-1).to(x.device)
+
+
 def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tensor:
     """Give every pipeline stage what the last one holds; `like` has its shape and dtype."""
     if topology.pp == 1:
@@ -123,29 +137,12 @@ def fail_together() -> Iterator[None]:
         yield
     except MppoError as error:
         mine = error
-    failed = _reduced(torch.tensor(int(mine is not None)), dist.group.WORLD, dist.ReduceOp.MAX)
+    failed = torch.tensor(int(mine is not None))
+    dist.all_reduce(failed, dist.ReduceOp.MAX)  # on the host: a rank that waits leaves its GPU alone
     if failed:
         first = next(error for error in gather_from_all(mine) if error is not None)
         first.on_every_rank = True
         raise first
-
-
-def exchange(parts: list[list[Any]], part_of: list[int]) -> list[Any]:
-    """The items of `parts[part_of[r]]` go to rank r; returns what all ranks sent here, in rank order.
-
-    Each rank receives only what is addressed to it; a part is turned into bytes once.
-    """
-    packed = [to_bytes(part) for part in parts]
-    payloads = [packed[part] for part in part_of]
-    sizes = torch.tensor([len(p) for p in payloads], device=platform.device())
-    incoming_sizes = torch.empty_like(sizes)
-    dist.all_to_all_single(incoming_sizes, sizes)
-    incoming_sizes = incoming_sizes.tolist()
-    received = torch.empty(sum(incoming_sizes), dtype=torch.uint8, device=platform.device())
-    dist.all_to_all_single(
-        received, torch.cat(payloads).to(platform.device()), incoming_sizes, [len(p) for p in payloads]
-    )
-    return [item for piece in received.cpu().split(incoming_sizes) for item in from_bytes(piece)]
 
 
 def to_bytes(items: list[Any]) -> Tensor:

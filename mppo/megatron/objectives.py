@@ -21,17 +21,17 @@ NON_FINITE = "tokens_non_finite"
 """The metric that counts tokens whose loss is not finite; a step with any is refused."""
 
 
-def weighted_sum(token_loss: Tensor, batch: PackedBatch, tokens: int) -> tuple[Tensor, Tensor]:
+def weighted_sum(token_loss: Tensor, batch: PackedBatch, total_tokens: int) -> tuple[Tensor, Tensor]:
     """The loss of a piece of the mini-batch and its tokens, as Megatron's per-token scaling wants them.
 
     `N * sum(w * token_loss)` and the int count of all tokens of the piece's trajectories, prompts included; N =
-    `tokens`, that of the global mini-batch, is what the counts add up to and what Megatron divides by. The loss does
-    not depend on what is counted; the auxiliary losses of a mixture of experts do, for Megatron multiplies that of a
-    micro-batch by the tokens that were routed. Padding is routed too, but neither counted here nor there.
+    `total_tokens`, that of the global mini-batch, is what the counts add up to and what Megatron divides by. The loss
+    does not depend on what is counted; the auxiliary losses of a mixture of experts do, for Megatron multiplies that of
+    a micro-batch by the tokens that were routed. Padding is routed too, but neither counted here nor there.
     """
-    kept = torch.where(batch.training, token_loss, torch.zeros_like(token_loss)).double()
-    loss = (kept * (batch.weights * tokens)).sum()
-    count = torch.full((), batch.num_tokens, dtype=torch.int, device=loss.device)
+    kept = torch.where(batch.loss_mask, token_loss, torch.zeros_like(token_loss)).double()
+    loss = (kept * (batch["token_weights"] * total_tokens)).sum()
+    count = torch.full((), batch.real_tokens, dtype=torch.int, device=loss.device)
     return loss.to(token_loss.dtype), count
 
 
@@ -43,12 +43,12 @@ class Offenders:
 
     def look(self, token_loss: Tensor, batch: PackedBatch) -> Ratio:
         """Remember the trajectories concerned; returns how many tokens they are."""
-        broken = batch.training & ~torch.isfinite(token_loss.detach())
-        self._flags.append((batch.indices, batch.segments.lengths(broken) > 0))
-        return Ratio.total(broken.double())
+        non_finite = batch.loss_mask & ~torch.isfinite(token_loss.detach())
+        self._flags.append((batch.indices, batch.segments.lengths(non_finite) > 0))
+        return Ratio.total(non_finite.double())
 
     def indices(self) -> list[int]:
-        """Places in the global batch, of this rank's micro-batches."""
+        """Of those trajectories, in the batch of the step."""
         return sorted(int(i) for indices, flags in self._flags for i in indices[flags].tolist())
 
 
@@ -58,7 +58,7 @@ class PolicyObjective:
 
     head: PolicyHead
     terms: ActorTerms
-    tokens: int
+    total_tokens: int
     """Of all trajectories of the global mini-batch, prompts included."""
     reference_weight: Tensor | None = None
     """`[V/tp, H]` of the reference, for the exact KL; the batch then brings `ref_hidden`."""
@@ -72,44 +72,50 @@ class PolicyObjective:
     def name(self) -> str:
         return f"policy loss {self.terms.policy_loss.name!r}"
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields of the batch that it reads; those that a run does not have are left out."""
+        policies = ("old_log_probs", "rollout_log_probs", "ref_log_probs")
+        return ("advantages", *policies, "rollout_is_weights", "prepared", *["ref_hidden"] * self.terms.uses_full_kl)
+
     def __call__(self, output: LastHidden, batch: PackedBatch):
         """Megatron's triple. Raises ConfigError when the policy loss does not return one loss per token."""
-        mask = batch.training
+        mask = batch.loss_mask
         head = self._head(output, batch)
-        old_log_probs = batch.old_log_probs
+        old_log_probs, ref_log_probs = batch.get("old_log_probs"), batch.get("ref_log_probs")
         if old_log_probs is None:  # the anchor is the current policy itself
             old_log_probs = head.log_probs.detach()
         inputs = PolicyInputs(
             log_probs=torch.where(mask, head.log_probs, 0.0),
             old_log_probs=torch.where(mask, old_log_probs, 0.0),
-            advantages=batch.advantages,
+            advantages=batch["advantages"],
             mask=mask,
             segments=replace(batch.segments, combine=self.combine),
-            rollout_is_weights=batch.rollout_is_weights,
-            rollout_log_probs=batch.rollout_log_probs,
-            ref_log_probs=None if batch.ref_log_probs is None else torch.where(mask, batch.ref_log_probs, 0.0),
+            rollout_is_weights=batch.get("rollout_is_weights"),
+            rollout_log_probs=batch.get("rollout_log_probs"),
+            ref_log_probs=None if ref_log_probs is None else torch.where(mask, ref_log_probs, 0.0),
             prepared=batch.prepared,
         )
         loss, reported = actor_loss(
             inputs,
-            batch.weights,
+            batch["token_weights"],
             self.terms,
             None if head.entropy is None else torch.where(mask, self._trained(head.entropy), 0.0),
             None if head.full_kl is None else torch.where(mask, head.full_kl, 0.0),
         )
         reported[NON_FINITE] = self.offenders.look(loss, batch)
         statistics = {self.prefix + name: ratio for name, ratio in reported.items()}
-        if batch.old_log_probs is None:
+        if batch.get("old_log_probs") is None:
             statistics |= self._mismatch(old_log_probs, batch)
-        return *weighted_sum(loss, batch, self.tokens), statistics
+        return *weighted_sum(loss, batch, self.total_tokens), statistics
 
     @staticmethod
     def _mismatch(log_probs: Tensor, batch: PackedBatch) -> dict[str, Ratio]:
         """How far the anchor is from the policy that generated, where it has no pass of its own."""
-        mismatch = log_probs - batch.rollout_log_probs
+        mismatch = log_probs - batch["rollout_log_probs"]
         return {
-            "rollout/log_prob_distance": Ratio.mean(mismatch.abs(), batch.training),
-            "rollout/kl_to_trainer": Ratio.mean(-mismatch, batch.training),
+            "rollout/log_prob_distance": Ratio.mean(mismatch.abs(), batch.loss_mask),
+            "rollout/kl_to_trainer": Ratio.mean(-mismatch, batch.loss_mask),
         }
 
     def _head(self, output: LastHidden, batch: PackedBatch) -> HeadOutput:
@@ -117,7 +123,7 @@ class PolicyObjective:
         if self.terms.uses_entropy:
             names.append("entropy")
         if self.terms.uses_full_kl:
-            reference = LastHidden(batch.ref_hidden, self.reference_weight)
+            reference = LastHidden(batch["ref_hidden"], self.reference_weight)
             names.append("full_kl")
         return self.head(output, batch.labels, reference, names)
 
@@ -131,30 +137,58 @@ class ValueObjective:
     """The clipped value loss."""
 
     cliprange: float
-    tokens: int
+    total_tokens: int
     """Of all trajectories of the global mini-batch, prompts included."""
     offenders: Offenders = field(default_factory=Offenders)
+    reads: ClassVar[tuple[str, ...]] = ("values", "returns")
     prefix: ClassVar[str] = "critic/"
     name: ClassVar[str] = "the value loss"
     wants_hidden: ClassVar[bool] = False
 
     def __call__(self, values: Tensor, batch: PackedBatch):
         """Megatron's triple for values `[A, 1]`."""
-        loss, reported = clipped_value_loss(values.squeeze(-1), batch.values, batch.returns, self.cliprange)
-        statistics = {name: s.reduce(batch.training) for name, s in reported.items()}
-        statistics["vf_loss"] = Ratio.total(torch.where(batch.training, loss.detach(), 0.0) * batch.weights)
+        loss, reported = clipped_value_loss(values.squeeze(-1), batch["values"], batch["returns"], self.cliprange)
+        statistics = {name: s.reduce(batch.loss_mask) for name, s in reported.items()}
+        statistics["vf_loss"] = Ratio.total(torch.where(batch.loss_mask, loss.detach(), 0.0) * batch["token_weights"])
         statistics[NON_FINITE] = self.offenders.look(loss, batch)
         statistics = {self.prefix + name: ratio for name, ratio in statistics.items()}
-        return *weighted_sum(loss, batch, self.tokens), statistics
+        return *weighted_sum(loss, batch, self.total_tokens), statistics
 
 
-Objective = PolicyObjective | ValueObjective
+@dataclass(frozen=True)
+class SupervisedObjective:
+    """Cross entropy: the negative log-prob of the actions, which is what a supervised answer's tokens are."""
+
+    head: PolicyHead
+    total_tokens: int
+    """Of all trajectories of the global mini-batch, prompts included."""
+    offenders: Offenders = field(default_factory=Offenders)
+    reads: ClassVar[tuple[str, ...]] = ()
+    prefix: ClassVar[str] = "sft/"
+    name: ClassVar[str] = "the cross entropy"
+    wants_hidden: ClassVar[bool] = True
+
+    def __call__(self, output: LastHidden, batch: PackedBatch):
+        """Megatron's triple."""
+        mask = batch.loss_mask
+        loss = -torch.where(mask, self.head(output, batch.labels, names=("log_probs",)).log_probs, 0.0)
+        statistics = {
+            "sft/loss": Ratio.total(loss.detach() * batch["token_weights"]),
+            "sft/token_loss": Ratio.mean(loss.detach(), mask),
+            self.prefix + NON_FINITE: self.offenders.look(loss, batch),
+        }
+        return *weighted_sum(loss, batch, self.total_tokens), statistics
+
+
+Objective = PolicyObjective | ValueObjective | SupervisedObjective
 
 
 class ForwardPass(Protocol):
     """A closure of forward-only passes. It returns the named vectors and `origin`, where each entry belongs."""
 
     names: tuple[str, ...]
+    reads: tuple[str, ...]
+    """The fields of the batch that it reads."""
 
     def __call__(self, output: LastHidden | Tensor, micro_batch: PackedBatch) -> dict[str, Tensor]: ...
 
@@ -165,6 +199,7 @@ class LogProbPass:
 
     head: PolicyHead
     names: tuple[str, ...] = ("log_probs",)
+    reads: ClassVar[tuple[str, ...]] = ()
     wants_hidden: ClassVar[bool] = True
 
     def __call__(self, output: LastHidden, batch: PackedBatch) -> dict[str, Tensor]:
@@ -182,12 +217,13 @@ class ReferencePass:
     names: tuple[str, ...] = ("log_probs",)
     anchor_weight: Tensor | None = None
     """`[V/tp, H]`; the batch then brings `old_hidden`."""
+    reads: ClassVar[tuple[str, ...]] = ("old_hidden",)
     wants_hidden: ClassVar[bool] = True
 
     def __call__(self, output: LastHidden, batch: PackedBatch) -> dict[str, Tensor]:
         result = LogProbPass(self.head, tuple(n for n in self.names if n != "full_kl"))(output, batch)
         if "full_kl" in self.names:
-            anchor = LastHidden(batch.old_hidden, self.anchor_weight)
+            anchor = LastHidden(batch["old_hidden"], self.anchor_weight)
             result["full_kl"] = self.head(anchor, batch.labels, output, ("full_kl",)).full_kl
         return result
 
@@ -197,6 +233,7 @@ class ValuePass:
     """`[A]` values of a value head's output `[A, 1]`."""
 
     names: tuple[str, ...] = ("values",)
+    reads: ClassVar[tuple[str, ...]] = ()
     wants_hidden: ClassVar[bool] = False
 
     def __call__(self, values: Tensor, batch: PackedBatch) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ class ForwardStep:
 
 def _run(model: torch.nn.Module, batch: PackedBatch) -> Tensor:
     return model(
-        input_ids=to_device(batch.tokens[None], platform.device()),
+        input_ids=to_device(batch.token_ids[None], platform.device()),
         position_ids=to_device(batch.positions[None], platform.device()),
         attention_mask=None,
         padding_mask=_padding_mask(batch, model),

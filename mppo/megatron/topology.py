@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from mppo.batch.batch_plan import MicroBatchLimit, ReplicaLimit
 from mppo.config import ParallelConfig
 from mppo.errors import ConfigError
 from mppo.megatron import platform
@@ -63,14 +64,23 @@ class Sizes:
         """The data-parallel rank of a rank of the world; Megatron counts tensor, context, data, pipeline."""
         return rank // (self.tp * self.cp) % self.dp
 
+    @property
+    def replica_size(self) -> int:
+        """Ranks that train the same trajectories: those of one replica of the model."""
+        return self.tp * self.cp * self.pp
+
+    def replica_rank_of(self, rank: int) -> int:
+        """The number of a rank of the world among the ranks of its replica."""
+        inner = self.tp * self.cp
+        return rank // (inner * self.dp) * inner + rank % inner
+
     def padded_length(self, length: int) -> int:
         """Tokens that a trajectory takes up on all context-parallel ranks together."""
         return length if self.cp == 1 else -(-length // (2 * self.cp)) * 2 * self.cp
 
-    def token_budget(self, per_rank: int) -> int:
-        """Padded tokens that a micro-batch may have on all context-parallel ranks together, padding of the slices
-        to `token_multiple` included."""
-        return self.cp * (per_rank - per_rank % self.token_multiple)
+    def replica_limit(self, limit: MicroBatchLimit) -> ReplicaLimit:
+        """What a micro-batch may hold on all context-parallel ranks together, given what it may on one GPU."""
+        return limit.of_replica(self.cp, self.token_multiple)
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,13 @@ class Topology(Sizes):
     dp_rank: int
     ep_rank: int
     etp_rank: int
+    replica_group: dist.ProcessGroup | None = None
+    """The ranks of this process's replica, in order; None where there are no process groups."""
+
+    @property
+    def replica_rank(self) -> int:
+        """This process's number among the ranks of its replica."""
+        return self.replica_rank_of(self.rank)
 
     def of_role(self, parallel: ParallelConfig) -> "Topology":
         """The same place, in a role with the same process groups."""
@@ -242,8 +259,9 @@ def initialize(parallel: ParallelConfig, seed: int) -> Topology:
         )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    sizes = Sizes.of(parallel, parallel_state.get_data_parallel_world_size())
     return Topology(
-        **vars(Sizes.of(parallel, parallel_state.get_data_parallel_world_size())),
+        **vars(sizes),
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
@@ -251,7 +269,16 @@ def initialize(parallel: ParallelConfig, seed: int) -> Topology:
         dp_rank=parallel_state.get_data_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        replica_group=_replica_group(sizes),
     )
+
+
+def _replica_group(sizes: Sizes) -> dist.ProcessGroup:
+    """Of this process; Megatron-core has no group of all ranks of a replica. Collective over the world."""
+    ranks = range(dist.get_world_size())
+    replicas = [[rank for rank in ranks if sizes.dp_rank_of(rank) == dp_rank] for dp_rank in range(sizes.dp)]
+    group, _ = dist.new_subgroups_by_enumeration(replicas)
+    return group
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from mppo.trainer.batches import (
     tabulate,
 )
 from mppo.trainer.metrics import trajectory_metrics
-from mppo.trainer.run_spec import RunSpec
+from mppo.trainer.run_spec import Anchor, RunSpec
 
 REPEATS = 3
 T = TypeVar("T")
@@ -169,7 +169,7 @@ def _plan(
 
 
 def _cut(batch: StepBatch, spec: RunSpec, topology: Topology) -> None:
-    if spec.makes_old_pass:
+    if spec.anchor(len(batch.table)) is Anchor.OWN_PASS:
         for piece in micro_batches(batch, list(range(len(batch.table))), spec.actor.infer_limit, topology):
             for_rank(piece, topology)
     for indices in _mini_batches(len(batch.table), spec):

@@ -12,7 +12,7 @@ from mppo.algorithm.rollout_correction.plugins import Rejection
 from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import FilterGroupsConfig, ParallelConfig, RewardConfig
 from mppo.megatron.topology import Sizes
-from mppo.trainer.run_spec import RunSpec, UpdateSettings
+from mppo.trainer.run_spec import Anchor, RunSpec, UpdateSettings
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Plan:
 
 
 def make_plan(spec: RunSpec, world_size: int) -> Plan:
-    """Pure function of the spec configuration."""
+    """A pure function of the resolved configuration."""
     config = spec.config
     actor = _update_plan(spec.policy_loss.name, spec, spec.actor, config.parallel)
     critic = None
@@ -141,11 +141,13 @@ def _correction_lines(spec: RunSpec) -> dict[str, str]:
 
 
 def _anchor_line(spec: RunSpec) -> str:
-    if spec.correction.bypass_mode:
-        return f"the rollout's policy ({spec.correction.loss_type})"
-    if spec.anchor_is_current:
-        return "the current policy, without a pass (one optimizer step; actor.old_log_prob_pass=always makes one)"
-    return "old_log_probs, one pass a step"
+    match spec.anchor(spec.trajectories):
+        case Anchor.ROLLOUT_POLICY:
+            return f"the rollout's policy ({spec.correction.loss_type})"
+        case Anchor.CURRENT_POLICY:
+            return "the current policy, without a pass (one optimizer step; actor.old_log_prob_pass=always makes one)"
+        case Anchor.OWN_PASS:
+            return "old_log_probs, one pass a step"
 
 
 def _kept(option: Rejection, bounds: Bounds) -> str:
@@ -193,8 +195,8 @@ def _update_plan(loss: str, spec: RunSpec, settings: UpdateSettings, parallel: P
 
 def _limit(limit: MicroBatchLimit) -> str:
     if limit.tokens:
-        return f"at most {limit.tokens} tokens per rank"
-    return f"{limit.trajectories} trajectories per rank"
+        return f"at most {limit.tokens} tokens per GPU"
+    return f"{limit.trajectories} trajectories per data-parallel rank"
 
 
 def print_plan(plan: Plan, console: Console) -> None:

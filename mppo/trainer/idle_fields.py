@@ -85,7 +85,7 @@ def _refuse_idle_terms(spec: "RunSpec") -> None:
     config, terms = spec.config, spec.terms
     absent = {"kl": terms.kl_loss_coef is None, "entropy": not terms.entropy_coeff}
     for term, is_absent in absent.items():
-        if is_absent and term in terms.weighted:
+        if is_absent and term in terms.importance_weighted:
             raise ConfigError(
                 f"algorithm.rollout_correction.apply_to names {term}, which is not in the loss:"
                 f" {'actor.use_kl_loss is off' if term == 'kl' else 'actor.entropy_coeff is 0'}"

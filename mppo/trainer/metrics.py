@@ -71,7 +71,7 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
 
 def batch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]:
     """Advantages over what trains, and how much of the actions that is, before any rejection in bypass mode."""
-    mask = packed.training
+    mask = packed.loss_mask
     advantages = packed.advantages[mask].double()
     sums = [mask.sum().double(), packed.mask.sum().double(), advantages.sum(), advantages.square().sum()]
     count, actions, total, squares = reduction.sum(torch.stack(sums)).tolist()
@@ -85,7 +85,7 @@ def batch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]
 
 def mismatch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]:
     """How far the anchor is from the policy that generated, over what trains."""
-    mask = packed.training
+    mask = packed.loss_mask
     mismatch = (packed.old_log_probs - packed.rollout_log_probs)[mask].double()
     sums = [mask.sum().double(), mismatch.abs().sum(), -mismatch.sum()]
     count, distance, kl = reduction.sum(torch.stack(sums)).tolist()

@@ -35,7 +35,8 @@ def advantage_inputs(batch: StepBatch, reduction: Reduction) -> AdvantageInputs:
     names = set(table.parts[0]).intersection(*table.parts)
     return AdvantageInputs(
         rewards=packed.rewards,
-        mask=packed.mask,
+        action_mask=packed.mask,
+        loss_mask=packed.loss_mask,
         segments=packed.segments,
         groups=packed.groups,
         num_groups=max(table.groups) + 1,
@@ -43,7 +44,6 @@ def advantage_inputs(batch: StepBatch, reduction: Reduction) -> AdvantageInputs:
         num_trajectories=len(table),
         values=packed.values,
         reduction=reduction,
-        kept=packed.kept,
         old_log_probs=packed.old_log_probs,
         sum_pi_squared=packed.sum_pi_squared,
         rollout_is_weights=packed.rollout_is_weights,
@@ -53,8 +53,8 @@ def advantage_inputs(batch: StepBatch, reduction: Reduction) -> AdvantageInputs:
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """Prepares the mini-batches of one actor."""
+class CurrentPolicyFields:
+    """The fields of a mini-batch that follow from the policy about to be updated."""
 
     spec: RunSpec
     actor: TrainableRole
@@ -67,20 +67,20 @@ class Preparation:
         correction = self.spec.correction
         return correction.bypass_mode and (correction.rollout_is is not None or correction.rollout_rs is not None)
 
-    def prepare(self, batch: StepBatch, indices: list[int], number: int) -> tuple[StepBatch, Reduced | None]:
+    def add(self, batch: StepBatch, indices: list[int], number: int) -> tuple[StepBatch, Reduced | None]:
         """The batch with what the mini-batch `indices` needs, and the numbers of its correction.
 
         It is the `number`th of the training step. Costs a forward pass over it, unless nothing is needed, or the anchor
         is the current policy.
         """
-        if not self.corrects and self.spec.policy_loss.prepare is None:
+        if not self.corrects and not self.spec.policy_loss.needs_mini_batch:
             return batch, None
         log_probs = self._current_log_probs(batch, indices, number)
         summary = None
         if self.corrects:
             batch, summary = self._correct(batch, indices, log_probs)
-        if self.spec.policy_loss.prepare is not None:
-            batch = self._prepare_loss(batch, indices, log_probs, number)
+        if self.spec.policy_loss.needs_mini_batch:
+            batch = self._run_prepare(batch, indices, log_probs, number)
         return batch, summary
 
     def _current_log_probs(self, batch: StepBatch, indices: list[int], number: int) -> Tensor:
@@ -95,23 +95,23 @@ class Preparation:
         inputs = CorrectionInputs(
             log_probs=log_probs[part.origin],
             rollout_log_probs=part.rollout_log_probs,
-            mask=part.training,
+            mask=part.loss_mask,
             segments=part.segments,
             reduction=self.reduction,
         )
         correction = correct(inputs, self.spec.correction)
-        if correction.weights is not None:
-            batch = batch.with_fields(rollout_is_weights=_put_back(batch, part, correction.weights))
-        kept = batch.packed.training.clone()
+        if correction.importance_weights is not None:
+            batch = batch.with_fields(rollout_is_weights=_put_back(batch, part, correction.importance_weights))
+        kept = batch.packed.loss_mask.clone()
         kept[part.origin] = correction.kept
         return batch.keeping(kept, self.reduction), correction.summary
 
-    def _prepare_loss(self, batch: StepBatch, indices: list[int], log_probs: Tensor, number: int) -> StepBatch:
+    def _run_prepare(self, batch: StepBatch, indices: list[int], log_probs: Tensor, number: int) -> StepBatch:
         seed = random.Random(f"{self.spec.config.trainer.seed}/{batch.step}/{number}").getrandbits(60)
-        return prepare_loss(self.spec.policy_loss, batch, indices, log_probs, seed, self.reduction)
+        return with_prepared(self.spec.policy_loss, batch, indices, log_probs, seed, self.reduction)
 
 
-def prepare_loss(
+def with_prepared(
     loss: PolicyLoss, batch: StepBatch, indices: list[int], log_probs: Tensor, seed: int, reduction: Reduction
 ) -> StepBatch:
     """The batch with what the `prepare` of the loss finds in the mini-batch `indices`.
@@ -128,14 +128,14 @@ def prepare_loss(
         log_probs=log_probs[part.origin],
         old_log_probs=part.old_log_probs,
         advantages=part.advantages,
-        mask=part.training,
+        mask=part.loss_mask,
         segments=part.segments,
-        places=part.segments.expand(start) + part.positions,
+        batch_positions=part.segments.expand(start) + part.positions,
         size=size,
         seed=seed,
         reduction=reduction,
     )
-    prepared = loss.prepared(inputs)
+    prepared = loss.prepare(inputs)
     return batch.with_fields(prepared={name: _put_back(batch, part, x) for name, x in prepared.items()})
 
 

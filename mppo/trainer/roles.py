@@ -20,7 +20,7 @@ from mppo.megatron.optimizer import Optimizer
 from mppo.megatron.router import take_balance_loss
 from mppo.megatron.schedule import output_weight, run_schedule
 from mppo.megatron.topology import Topology
-from mppo.trainer.batches import MiniBatch, StepBatch, for_rank, micro_batches
+from mppo.trainer.batches import MiniBatch, StepBatch, context_part, micro_batches
 
 
 class Role:
@@ -45,8 +45,10 @@ class Role:
         the last one, and are None elsewhere.
         """
         indices = list(range(len(batch.table))) if indices is None else indices
-        batch = batch.with_fields(ref_hidden=None)  # which only the actor's objective reads
-        pieces = [for_rank(piece, self.topology) for piece in micro_batches(batch, indices, limit, self.topology)]
+        pieces = [
+            context_part(piece, self.topology)
+            for piece in micro_batches(batch, indices, limit, self.topology, closure.reads)
+        ]
         with self.awake():
             outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)
         like = torch.zeros(len(batch.packed))
@@ -125,7 +127,7 @@ class TrainableRole(Role):
         self._refuse_broken_losses(int(metrics.pop(objective.prefix + NON_FINITE).value), objective)
         numbers = {}
         if get_model_config(self.chunks[0]).moe_aux_loss_coeff:
-            numbers["balance_loss"] = take_balance_loss(self.chunks, mini_batch.tokens)
+            numbers["balance_loss"] = take_balance_loss(self.chunks, mini_batch.total_tokens)
         return metrics, self.optimizer.step() | numbers
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from mppo.algorithm.actor_loss import ActorTerms
@@ -13,11 +14,22 @@ from mppo.algorithm.policy_losses import PolicyLoss, policy_loss
 from mppo.algorithm.policy_losses.probe import probe
 from mppo.algorithm.rollout_correction import RolloutCorrectionConfig, rollout_correction_config
 from mppo.batch.batch_plan import MicroBatchLimit
-from mppo.config import Config, ParallelConfig
+from mppo.config import ActorConfig, Config, CriticConfig, ParallelConfig
 from mppo.errors import ConfigError
 from mppo.rollout.generators import GENERATORS
 from mppo.rollout.rewards import REWARDS
 from mppo.trainer.idle_fields import find_warnings, refuse_idle_fields
+
+
+class Anchor(Enum):
+    """The policy that the PPO ratio is against, and where its log-probs (`old_log_probs`) come from."""
+
+    ROLLOUT_POLICY = "rollout_policy"
+    """Bypass mode: `rollout_log_probs` are taken for them."""
+    CURRENT_POLICY = "current_policy"
+    """The policy that is updated, whose log-probs the training pass makes anyway; the ratio is 1."""
+    OWN_PASS = "own_pass"
+    """A forward-only pass before the updates."""
 
 
 @dataclass(frozen=True)
@@ -72,27 +84,32 @@ class RunSpec:
             report_entropy=actor.calculate_entropy,
             kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
             kl_loss_type=actor.kl_loss_type,
-            weighted=tuple(self.correction.apply_to),
+            importance_weighted=tuple(self.correction.apply_to),
         )
 
+    def anchor(self, trajectories: int) -> Anchor:
+        """Where the anchor of a training step over so many trajectories comes from.
+
+        How many there really are matters, for a session may give more than were asked for: only where one optimizer
+        step takes them all does nothing move the policy away from the anchor.
+        """
+        if self.correction.bypass_mode:
+            return Anchor.ROLLOUT_POLICY
+        one_step = self.actor.optimizer_steps(trajectories) == 1
+        if one_step and self.config.actor.old_log_prob_pass == "auto" and not self.reads_anchor_before_update:
+            return Anchor.CURRENT_POLICY
+        return Anchor.OWN_PASS
+
     @property
-    def anchor_is_current(self) -> bool:
-        """Whether the old-log-prob pass is skipped: one optimizer step, and nothing before it reads the anchor."""
-        correction, algorithm = self.correction, self.config.algorithm
-        read = (
-            correction.rollout_is is not None
-            or correction.rollout_rs is not None
-            or algorithm.use_kl_in_reward
+    def reads_anchor_before_update(self) -> bool:
+        """Whether the correction, the rewards, the estimator or the loss's own preparation read `old_log_probs`."""
+        return (
+            self.correction.rollout_is is not None
+            or self.correction.rollout_rs is not None
+            or self.config.algorithm.use_kl_in_reward
             or self.estimator.reads_old_policy
-            or self.policy_loss.prepare is not None
+            or self.policy_loss.needs_mini_batch
         )
-        automatic = self.config.actor.old_log_prob_pass == "auto" and not correction.bypass_mode
-        return automatic and not read and self.actor.optimizer_steps(self.trajectories) == 1
-
-    @property
-    def makes_old_pass(self) -> bool:
-        """Whether the anchor has a pass of its own."""
-        return not (self.correction.bypass_mode or self.anchor_is_current)
 
     @property
     def rejects(self) -> bool:
@@ -156,22 +173,21 @@ def _policy_loss(given: dict[str, Any], correction: RolloutCorrectionConfig) -> 
     return policy_loss("bypass_mode", {**knobs, "loss_type": correction.loss_type}, where)
 
 
-def _limit(where: str, by_tokens: bool, trajectories: int | None, tokens: int | None) -> MicroBatchLimit:
-    if (tokens if by_tokens else trajectories) is None:
-        missing = "ppo_max_token_len_per_gpu" if by_tokens else "ppo_micro_batch_size_per_gpu"
-        raise ConfigError(f"{where}.{missing} is not given; {where}.use_dynamic_bsz={str(by_tokens).lower()} needs it")
-    return MicroBatchLimit(tokens=tokens) if by_tokens else MicroBatchLimit(trajectories=trajectories)
+def _limits(role: str, given: ActorConfig | CriticConfig, infer: str) -> tuple[MicroBatchLimit, MicroBatchLimit]:
+    """Of training, and of the forward-only pass, whose own fields start with `infer` and may be null: as in training.
 
-
-def _limits(
-    where: str, role: Any, infer_trajectories: int | None, infer_tokens: int | None
-) -> tuple[MicroBatchLimit, MicroBatchLimit]:
-    """Of training, and of the forward-only pass, whose own numbers may be null: as in training."""
-    trajectories, tokens = role.ppo_micro_batch_size_per_gpu, role.ppo_max_token_len_per_gpu
-    return (
-        _limit(where, role.use_dynamic_bsz, trajectories, tokens),
-        _limit(where, role.use_dynamic_bsz, infer_trajectories or trajectories, infer_tokens or tokens),
+    Raises ConfigError for a limit that is not given.
+    """
+    name = "max_token_len_per_gpu" if given.use_dynamic_bsz else "micro_batch_size_per_gpu"
+    own = f"ppo_{name}" if getattr(given, f"{infer}_{name}") is None else f"{infer}_{name}"
+    if getattr(given, f"ppo_{name}") is None:
+        by_tokens = str(given.use_dynamic_bsz).lower()
+        raise ConfigError(f"{role}.ppo_{name} is not given; {role}.use_dynamic_bsz={by_tokens} needs it")
+    kind = "tokens" if given.use_dynamic_bsz else "trajectories"
+    limit, infer_limit = (
+        MicroBatchLimit(**{kind: getattr(given, field)}, field=f"{role}.{field}") for field in (f"ppo_{name}", own)
     )
+    return limit, infer_limit
 
 
 def _first_given(*values: float | None) -> float:
@@ -180,9 +196,7 @@ def _first_given(*values: float | None) -> float:
 
 def _actor_settings(config: Config, paper_mode: str, denominator: str) -> UpdateSettings:
     actor = config.actor
-    limit, infer_limit = _limits(
-        "actor", actor, actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu
-    )
+    limit, infer_limit = _limits("actor", actor, "log_prob")
     return UpdateSettings(
         mini_batch_size=actor.ppo_mini_batch_size * config.rollout.n,
         epochs=actor.ppo_epochs,
@@ -200,9 +214,7 @@ def _critic_settings(config: Config, actor: UpdateSettings) -> UpdateSettings:
     own = [n for n in vars(critic) if n.endswith("_per_gpu") and getattr(critic, n)]
     limit, infer_limit = actor.limit, actor.infer_limit
     if own or critic.use_dynamic_bsz:
-        limit, infer_limit = _limits(
-            "critic", critic, critic.ppo_infer_micro_batch_size_per_gpu, critic.ppo_infer_max_token_len_per_gpu
-        )
+        limit, infer_limit = _limits("critic", critic, "ppo_infer")
     prompts = critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
     return UpdateSettings(
         mini_batch_size=prompts * config.rollout.n,

@@ -91,4 +91,4 @@ def add_to_outcomes(packed: PackedBatch, changes: list[float]) -> Tensor:
 def without_truncated(packed: PackedBatch, truncated: list[bool]) -> Tensor:
     """`[T]` bool: the actions of answers that were not cut off."""
     cut = torch.tensor(truncated, dtype=torch.bool)[packed.indices]
-    return packed.training & ~packed.segments.expand(cut)
+    return packed.loss_mask & ~packed.segments.expand(cut)

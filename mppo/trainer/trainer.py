@@ -21,10 +21,11 @@ from mppo.trainer.assemble import Parts
 from mppo.trainer.batches import StepBatch, balance, check_budgets, cut_mini_batch
 from mppo.trainer.collecting import greedy_rewards, select_groups, values_of_groups
 from mppo.trainer.metrics import MeanOverUpdates, batch_metrics, mismatch_metrics, trajectory_metrics
-from mppo.trainer.preparation import Preparation, advantage_inputs
+from mppo.trainer.preparation import CurrentPolicyFields, advantage_inputs
 from mppo.trainer.redistribution import balanced_mini_batches
 from mppo.trainer.replay import ReplayBuffer, Rollout
 from mppo.trainer.reporter import SampleLine
+from mppo.trainer.run_spec import Anchor
 from mppo.trainer.shaping import RunningMoments, add_to_outcomes, shape_outcomes, shaping_metrics, without_truncated
 from mppo.weights.transfer import save_hf
 
@@ -61,7 +62,7 @@ class Trainer:
         self.moments = RunningMoments()
         self.batches_drawn = 0
         """Batches of prompts that the run has asked for; with dynamic sampling a step may ask for several."""
-        self.preparation = Preparation(self.spec, parts.actor, parts.head, self.reduction)
+        self.current_policy_fields = CurrentPolicyFields(self.spec, parts.actor, parts.head, self.reduction)
         self._warned: set[str] = set()
 
     def train(self) -> dict[str, float]:
@@ -195,9 +196,10 @@ class Trainer:
     @named_step
     def old_log_probs(self, batch: StepBatch) -> StepBatch:
         """Step 4: the PPO anchor, under the weights before any update of this step; in bypass mode the rollout's."""
-        if self.spec.correction.bypass_mode:
+        anchor = self.spec.anchor(len(batch.table))
+        if anchor is Anchor.ROLLOUT_POLICY:
             return batch.with_fields(old_log_probs=batch.packed.rollout_log_probs)
-        if self.spec.anchor_is_current:
+        if anchor is Anchor.CURRENT_POLICY:
             return batch  # the objective takes the current log-probs, which are the same
         algorithm, names = self.config.algorithm, ["log_probs"]
         if self.spec.estimator.sum_pi_squared:
@@ -254,13 +256,13 @@ class Trainer:
             self.spec.estimator.check_finite(result, inputs)
         batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
         self.metrics |= batch_metrics(batch.packed, self.reduction)
-        if self.spec.makes_old_pass:
+        if self.spec.anchor(len(batch.table)) is Anchor.OWN_PASS:
             self.metrics |= mismatch_metrics(batch.packed, self.reduction)
         if self.spec.estimator.groups:
             self._count_groups_of_one(groups_of_one(inputs))
         if self.parts.critic is not None:
             self.metrics["critic/explained_variance"] = explained_variance(
-                batch.packed.values, result.returns, batch.packed.training, self.reduction
+                batch.packed.values, result.returns, batch.packed.loss_mask, self.reduction
             )
         return batch
 
@@ -273,16 +275,16 @@ class Trainer:
             kept = without_truncated(batch.packed, batch.table.truncated)
             batch = batch.keeping(kept, self.reduction)
         correction, packed = self.spec.correction, batch.packed
-        if not self.spec.makes_old_pass:
+        if self.spec.anchor(len(batch.table)) is not Anchor.OWN_PASS:
             return batch
         inputs = CorrectionInputs(
-            packed.old_log_probs, packed.rollout_log_probs, packed.training, packed.segments, self.reduction
+            packed.old_log_probs, packed.rollout_log_probs, packed.loss_mask, packed.segments, self.reduction
         )
         result = correct(inputs, correction)
         self.metrics |= result.metrics
         if correction.rollout_rs is not None:
             batch = batch.keeping(result.kept, self.reduction)
-        return batch.with_fields(rollout_is_weights=result.weights)
+        return batch.with_fields(rollout_is_weights=result.importance_weights)
 
     def _shape(self, batch: StepBatch) -> StepBatch:
         """Length penalty, normalisation and clip of the outcomes."""
@@ -304,8 +306,8 @@ class Trainer:
         if kl is None:
             kl = kl_penalty(packed.old_log_probs, packed.ref_log_probs, self.config.algorithm.kl_penalty)
         kl = torch.where(packed.mask, kl, 0.0)
-        trains = packed.segments.lengths(packed.training) > 0
-        means = packed.segments.mean(kl.double(), packed.training)
+        trains = packed.segments.lengths(packed.loss_mask) > 0
+        means = packed.segments.mean(kl.double(), packed.loss_mask)
         total, count = self.reduction.sum(torch.stack([means[trains].sum(), trains.sum().double()])).tolist()
         current = total / max(count, 1.0)
         self.metrics |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
@@ -346,8 +348,8 @@ class Trainer:
             reference_weight = self.parts.reference.output_weight()
         with self.parts.actor.training():
             for number, (batch, indices) in enumerate(steps):
-                prepared, summary = self.preparation.prepare(batch, indices, number)
-                mini_batch = cut_mini_batch(prepared, indices, settings, self.topology)
+                complete, summary = self.current_policy_fields.add(batch, indices, number)
+                mini_batch = cut_mini_batch(complete, indices, settings, self.topology)
                 objective = PolicyObjective(self.parts.head, terms, mini_batch.tokens, reference_weight, self.combine)
                 mean.add(*self.parts.actor.update(mini_batch, objective), summary)
         self.metrics |= mean.metrics()

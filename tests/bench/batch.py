@@ -52,7 +52,7 @@ class BenchBatch:
     @property
     def counts(self) -> BatchCounts:
         lengths = self.policy.segments.lengths(self.policy.mask)
-        return BatchCounts(tokens=int(lengths.sum()), trajectories=int((lengths > 0).sum()))
+        return BatchCounts(loss_tokens=int(lengths.sum()), trajectories=int((lengths > 0).sum()))
 
     @property
     def mini_batch(self) -> MiniBatchInputs:
@@ -175,7 +175,8 @@ def _advantage_inputs(
     parts = {key: torch.tensor([t.parts[key] for t in trajectories]) for key in REWARD_PARTS}
     return AdvantageInputs(
         rewards=packed.rewards,
-        mask=packed.mask,
+        action_mask=packed.mask,
+        loss_mask=packed.mask,
         segments=packed.segments,
         groups=packed.groups,
         num_groups=trajectories[-1].group + 1,

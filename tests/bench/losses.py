@@ -79,7 +79,7 @@ def time_loss(name: str, batch: BenchBatch, repeats: int) -> Timing:
     device = batch.policy.mask.device
     loss = policy_loss(name, LOSS_KNOBS.get(name))
     x, prepare_ms = batch.policy, None
-    if loss.prepare is not None:
+    if loss.needs_mini_batch:
         mini_batch = batch.mini_batch
         x = replace(x, prepared=loss.prepare(mini_batch))
         prepare_ms = median_ms(lambda: loss.prepare(mini_batch), repeats, device)
@@ -107,7 +107,7 @@ def training_pass(loss: PolicyLoss, x: PolicyInputs, batch: BenchBatch) -> Calla
 
 
 def time_estimator(name: str, batch: BenchBatch, repeats: int) -> Timing:
-    x, padding, device = batch.advantage, batch.padding, batch.advantage.mask.device
+    x, padding, device = batch.advantage, batch.padding, batch.advantage.action_mask.device
     knobs = ESTIMATOR_KNOBS.get(name, {})
     estimator = ESTIMATORS.get(name).bind(knobs, "adv_options")
     result = estimator(x)
@@ -117,8 +117,8 @@ def time_estimator(name: str, batch: BenchBatch, repeats: int) -> Timing:
 
     rows = padded_inputs(x, padding)
     advantages, returns = PADDED[name](rows, **knobs)
-    check_same(f"advantages of {name}", result.advantages[x.mask], padding.unpad(advantages)[x.mask])
-    check_same(f"returns of {name}", result.returns[x.mask], padding.unpad(returns)[x.mask])
+    check_same(f"advantages of {name}", result.advantages[x.action_mask], padding.unpad(advantages)[x.action_mask])
+    check_same(f"returns of {name}", result.returns[x.action_mask], padding.unpad(returns)[x.action_mask])
     return Timing(ms, median_ms(lambda: PADDED[name](rows, **knobs), repeats, device))
 
 
@@ -166,7 +166,7 @@ def describe(batch: BenchBatch) -> str:
     rows, width = batch.padding.valid.shape
     device = batch.policy.mask.device
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    off = 1.0 - batch.counts.tokens / batch.tokens
+    off = 1.0 - batch.counts.loss_tokens / batch.tokens
     return (
         f"{batch.tokens:,} packed tokens in {rows:,} trajectories, {off:.0%} masked off.\n"
         f"Padded: {rows:,} x {width:,} positions, {batch.padding.share:.0%} of them padding; same results.\n"

@@ -40,7 +40,7 @@ class PaddedInputs:
 def padded_inputs(x: AdvantageInputs, padding: Padding) -> PaddedInputs:
     return PaddedInputs(
         rewards=padding.pad(x.rewards),
-        mask=padding.pad(x.mask).float(),
+        mask=padding.pad(x.action_mask).float(),
         values=padding.pad(x.values),
         old_log_probs=padding.pad(x.old_log_probs),
         sum_pi_squared=padding.pad(x.sum_pi_squared),

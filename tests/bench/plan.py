@@ -165,7 +165,7 @@ def in_step(micro_batches: list[list[list[int]]], lengths: list[int]) -> float:
 
 def measure(mix: Mix, mini_batch: int, ranks: int) -> Case:
     lengths, budget = mix.lengths(MINI_BATCHES * mini_batch), 2 * mix.cap
-    limit = MicroBatchLimit(tokens=budget)
+    limit = MicroBatchLimit(tokens=budget).of_replica()
     plan = make_batch_plan(lengths, mini_batch_size=mini_batch, ranks=ranks, limit=limit, cost=COST)
     workloads = [[COST(lengths[i]) for i in indices] for indices in plan.mini_batches]
     tokens = [sum(lengths[i] for i in indices) for indices in plan.mini_batches]
@@ -196,7 +196,7 @@ def measure(mix: Mix, mini_batch: int, ranks: int) -> Case:
 
 def time_plan(sequences: int, ranks: int, mini_batch: int, repeats: int = 3) -> float:
     """Seconds, median."""
-    lengths, limit = LARGE.lengths(sequences), MicroBatchLimit(tokens=2 * LARGE.cap)
+    lengths, limit = LARGE.lengths(sequences), MicroBatchLimit(tokens=2 * LARGE.cap).of_replica()
 
     def once() -> float:
         start = perf_counter()

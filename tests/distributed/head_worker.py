@@ -135,11 +135,11 @@ def sliced_errors(name: str) -> dict[str, float]:
     loss, group = policy_loss(name), dist.group.WORLD
     sample = draw_sample(loss)
     expected_loss, expected_gradient = loss_and_gradient(loss, sample)
-    positions = (sample.places % dist.get_world_size() == dist.get_rank()).nonzero().squeeze(-1)
+    positions = (sample.batch_positions % dist.get_world_size() == dist.get_rank()).nonzero().squeeze(-1)
     segments = Segments(sample.segments.ids[positions], sample.segments.count, combine=sum_with_gradient(group))
     part = sample.select(positions, segments)
     log_probs = part.log_probs.clone().requires_grad_()
-    total = (token_losses(loss, part, log_probs) * part.weights).sum()
+    total = (token_losses(loss, part, log_probs) * part.token_weights).sum()
     total.backward()
     total = total.detach()
     dist.all_reduce(total)

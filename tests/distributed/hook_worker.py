@@ -192,7 +192,7 @@ class Comparison:
         mask = self.dense.mask
         counts = BatchCounts(int(mask.sum()), int(mask.any(-1).sum()))
         return batch.with_fields(
-            weights=token_weights(self.case.mode, batch.mask, batch.segments, counts, NORM),
+            token_weights=token_weights(self.case.mode, batch.mask, batch.segments, counts, NORM),
             **{name: packed(torch.where(mask, x, GARBAGE), self.dense) for name, x in fields.items()},
         )
 

@@ -49,10 +49,10 @@ optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=3e-3), [
 answer = torch.arange(8) >= 3
 texts = torch.randint(VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(0))
 batch = pack([Trajectory(i, i, tokens, answer, torch.zeros(8)) for i, tokens in enumerate(texts)])
-counts = BatchCounts(tokens=int(batch.mask.sum()), trajectories=4)
+counts = BatchCounts(loss_tokens=int(batch.mask.sum()), trajectories=4)
 weights = token_weights("token-mean", batch.mask, batch.segments, counts, norm=1.0)
 rewarded = torch.tensor([1.0, -1.0, 1.0, -1.0])[batch.segments.ids]
-batch = batch.with_fields(advantages=rewarded, weights=weights)
+batch = batch.with_fields(advantages=rewarded, token_weights=weights)
 head = PolicyHead(VOCABULARY, 1.0, parallel_state.get_tensor_model_parallel_group())
 objective = PolicyObjective(head, ActorTerms(policy_loss("vanilla")), batch.num_tokens)
 

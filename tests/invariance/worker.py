@@ -33,7 +33,7 @@ from mppo.megatron.objectives import NON_FINITE, LogProbPass, PolicyObjective, V
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, cut_mini_batch
-from mppo.trainer.preparation import prepare_loss
+from mppo.trainer.preparation import with_prepared
 from mppo.trainer.roles import TrainableRole
 from mppo.trainer.run_spec import UpdateSettings
 from mppo.weights.pretrained import PretrainedModel, open_model
@@ -121,8 +121,8 @@ class Bench:
         batch = self.with_fields(self.batch(case.cut == "idle"), fields)
         indices = list(range(len(batch.table)))
         loss = None if self.critic else policy_loss(case.loss, KNOBS.get(case.loss))
-        if loss is not None and loss.prepare is not None:
-            batch = prepare_loss(loss, batch, indices, batch.packed.rollout_log_probs, 1, self.reduction)
+        if loss is not None and loss.needs_mini_batch:
+            batch = with_prepared(loss, batch, indices, batch.packed.rollout_log_probs, 1, self.reduction)
         mini_batch = cut_mini_batch(batch, indices, settings, self.topology)
         self.role.optimizer.zero_grad()
         statistics = run_schedule(self.role.chunks, mini_batch.micro_batches, self._objective(loss, mini_batch))
@@ -132,7 +132,7 @@ class Bench:
     def _objective(self, loss, mini_batch: MiniBatch):
         if self.critic:
             return ValueObjective(0.2, mini_batch.tokens)
-        terms = ActorTerms(loss, entropy_coeff=0.1, kl_loss_coef=0.05, weighted=("policy", "kl"))
+        terms = ActorTerms(loss, entropy_coeff=0.1, kl_loss_coef=0.05, importance_weighted=("policy", "kl"))
         combine = sum_with_gradient(self.topology.cp_group) if self.topology.cp > 1 else None
         return PolicyObjective(self.head, terms, mini_batch.tokens, combine=combine)
 

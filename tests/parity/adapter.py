@@ -106,7 +106,7 @@ def policy_inputs(packed: Packed, loss: PolicyLoss, inputs: dict, log_probs: Ten
         rollout_is_weights=optional(packed, inputs, "rollout_is_weights"),
         ref_log_probs=optional(packed, inputs, "ref_log_prob"),
     )
-    if loss.prepare is None:
+    if not loss.needs_mini_batch:
         return x
     mini_batch = MiniBatchInputs(
         log_probs=log_probs.detach(),
@@ -114,11 +114,11 @@ def policy_inputs(packed: Packed, loss: PolicyLoss, inputs: dict, log_probs: Ten
         advantages=x.advantages,
         mask=x.mask,
         segments=x.segments,
-        places=torch.arange(len(packed.batch)),
+        batch_positions=torch.arange(len(packed.batch)),
         size=len(packed.batch),
         seed=0,
     )
-    return replace(x, prepared=loss.prepared(mini_batch))
+    return replace(x, prepared=loss.prepare(mini_batch))
 
 
 def evaluate_terms(packed: Packed, terms: ActorTerms, inputs: dict, mode: str, config: dict) -> dict[str, Any]:
@@ -166,7 +166,8 @@ def advantage(name: str, config: dict, inputs: dict, mode: None) -> dict[str, An
     baselines = inputs.get("reward_baselines")
     x = AdvantageInputs(
         rewards=packed.states(inputs["token_level_rewards"]),
-        mask=packed.mask,
+        action_mask=packed.mask,
+        loss_mask=packed.mask,
         segments=packed.segments,
         groups=packed.batch.groups,
         num_groups=packed.num_groups,
@@ -192,7 +193,7 @@ def rollout_correction(name: str, config: dict, inputs: dict, mode: None) -> dic
         segments=packed.segments,
     )
     result = correct(x, rollout_correction_config(given))
-    weights = None if result.weights is None else packed.rows(result.weights)
+    weights = None if result.importance_weights is None else packed.rows(result.importance_weights)
     return {"weights": weights, "mask": packed.rows(result.kept.double()), "metrics": result.metrics}
 
 

@@ -14,8 +14,8 @@ from tests.unit.samples import assignments, normals, packed_batches, segments_of
 KNOBS: dict[str, dict[str, Any]] = {"gdpo": {"gdpo_reward_keys": ["right", "brief"], "gdpo_reward_weights": [1.0, 0.5]}}
 OF_TOKENS = (
     "rewards",
-    "mask",
-    "kept",
+    "action_mask",
+    "loss_mask",
     "values",
     "old_log_probs",
     "sum_pi_squared",
@@ -27,16 +27,19 @@ def estimate(name: str, x: AdvantageInputs, **knobs: Any) -> Advantages:
     return estimator(name, knobs or KNOBS.get(name), "algorithm.adv_options")(x)
 
 
-def outcomes(scores: list[float], groups: list[int], lengths: list[int] | None = None, **others: Any):
+def outcomes(scores: list[float], groups: list[int], lengths: list[int] | None = None, kept=None, **others: Any):
     """Trajectories whose tokens are all actions (one each, unless lengths are given), rewarded at the last."""
     lengths = lengths or [1] * len(scores)
     rewards = torch.zeros(sum(lengths), dtype=torch.double)
     rewards[torch.tensor(lengths).cumsum(0) - 1] = torch.tensor(scores, dtype=torch.double)
     mask = torch.ones(len(rewards), dtype=torch.bool)
+    masks = mask, mask if kept is None else torch.tensor(kept)
     places, count = torch.arange(len(scores)), len(scores)
     given = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in others.items()}
     groups = torch.tensor(groups)
-    return AdvantageInputs(rewards, mask, segments_of(*lengths), groups, int(groups.max()) + 1, places, count, **given)
+    return AdvantageInputs(
+        rewards, *masks, segments_of(*lengths), groups, int(groups.max()) + 1, places, count, **given
+    )
 
 
 @st.composite
@@ -49,14 +52,14 @@ def advantage_batches(draw, **sizes: int) -> tuple[PackedBatch, AdvantageInputs]
     log_probs = -log_probs.abs()
     x = AdvantageInputs(
         rewards=torch.where(batch.mask & batch.segments.expand(brief > -0.5), rewards, 0.0),
-        mask=batch.mask,
+        action_mask=batch.mask,
+        loss_mask=batch.mask & (accepted > -0.7),
         segments=batch.segments,
         groups=torch.tensor(draw(assignments(count, 4)), dtype=torch.long),
         num_groups=4,
         indices=batch.indices,
         num_trajectories=count,
         values=values,
-        kept=batch.mask & (accepted > -0.7),
         old_log_probs=log_probs,
         sum_pi_squared=(2 * log_probs).exp() * (1 + 0.1 * squares.abs()),
         rollout_is_weights=weights.exp(),

@@ -53,7 +53,7 @@ def prepared(
     reduction: Reduction = WHOLE,
 ) -> PackedBatch:
     """The batch with what the loss prepares, from this rank's part of it."""
-    if loss.prepare is None:
+    if not loss.needs_mini_batch:
         return batch
     mini_batch = MiniBatchInputs(
         log_probs=log_probs,
@@ -61,12 +61,12 @@ def prepared(
         advantages=batch.advantages,
         mask=batch.mask,
         segments=batch.segments,
-        places=torch.arange(len(batch)) if places is None else places,
+        batch_positions=torch.arange(len(batch)) if places is None else places,
         size=len(batch) if size is None else size,
         seed=seed,
         reduction=reduction,
     )
-    return batch.with_fields(prepared=loss.prepared(mini_batch))
+    return batch.with_fields(prepared=loss.prepare(mini_batch))
 
 
 def policy_inputs(batch: PackedBatch, log_probs: Tensor, **others: Any) -> PolicyInputs:

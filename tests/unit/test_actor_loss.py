@@ -95,7 +95,7 @@ def test_tokens_whose_penalty_is_saturated_are_counted(form, reported):
 @pytest.mark.parametrize("extra", [(), ("kl",), ("entropy",), ("kl", "entropy")])
 def test_importance_weights_multiply_the_policy_term_and_by_choice_the_others(extra):
     x = two_tokens(rollout_is_weights=torch.tensor([3.0, 0.25], dtype=torch.double))
-    terms = ActorTerms(GPG, 0.1, kl_loss_coef=0.2, kl_loss_type="k1", weighted=("policy", *extra))
+    terms = ActorTerms(GPG, 0.1, kl_loss_coef=0.2, kl_loss_type="k1", importance_weighted=("policy", *extra))
     on_kl, on_entropy = ([3.0, 0.25] if term in extra else [1.0, 1.0] for term in ("kl", "entropy"))
     loss, metrics = evaluated(terms, x)
     kl, bonus = [0.5 * on_kl[0], -0.25 * on_kl[1]], [0.5 * on_entropy[0], 2.0 * on_entropy[1]]
@@ -108,7 +108,7 @@ def test_importance_weights_multiply_the_policy_term_and_by_choice_the_others(ex
 
 def test_weights_of_kl_are_harmless_where_there_are_none():
     terms = ActorTerms(GPG, 0.1, kl_loss_coef=0.2, kl_loss_type="k1")
-    everywhere = replace(terms, weighted=("policy", "kl", "entropy"))
+    everywhere = replace(terms, importance_weighted=("policy", "kl", "entropy"))
     assert evaluated(everywhere) == evaluated(terms)
 
 

@@ -51,11 +51,11 @@ def recursion(rewards, values, mask, gamma, lam):
 @given(advantage_batches(max_length=12), DISCOUNTS, st.sampled_from([0.0, 0.9, 1.0]))
 def test_gae_is_the_recursion_over_the_actions_of_each_trajectory(drawn, gamma, lam):
     batch, x = drawn
-    raw = [a for row in rows_of(batch, x.rewards, x.values, x.mask) for a in recursion(*row, gamma, lam)]
+    raw = [a for row in rows_of(batch, x.rewards, x.values, x.action_mask) for a in recursion(*row, gamma, lam)]
     result = estimate("gae", x, gamma=gamma, lam=lam)
-    returns = torch.tensor(raw, dtype=torch.double) + torch.where(x.mask, x.values, 0.0)
+    returns = torch.tensor(raw, dtype=torch.double) + torch.where(x.action_mask, x.values, 0.0)
     torch.testing.assert_close(result.returns, returns)
-    assert result.advantages.tolist() == pytest.approx(whitened(raw, x.kept.tolist()), rel=1e-6, abs=1e-6)
+    assert result.advantages.tolist() == pytest.approx(whitened(raw, x.loss_mask.tolist()), rel=1e-6, abs=1e-6)
 
 
 def discounted(rewards, mask, gamma):
@@ -69,20 +69,20 @@ def discounted(rewards, mask, gamma):
 @given(advantage_batches(), DISCOUNTS)
 def test_reinforce_plus_plus_whitens_discounted_rewards_to_go(drawn, gamma):
     batch, x = drawn
-    returns = [value for row in rows_of(batch, x.rewards, x.mask) for value in discounted(*row, gamma)]
+    returns = [value for row in rows_of(batch, x.rewards, x.action_mask) for value in discounted(*row, gamma)]
     result = estimate("reinforce_plus_plus", x, gamma=gamma)
     assert result.returns.tolist() == pytest.approx(returns)
-    assert result.advantages.tolist() == pytest.approx(whitened(returns, x.kept.tolist()), rel=1e-6, abs=1e-6)
+    assert result.advantages.tolist() == pytest.approx(whitened(returns, x.loss_mask.tolist()), rel=1e-6, abs=1e-6)
 
 
 @given(advantage_batches())
 def test_remax_takes_the_reward_of_the_greedy_answer_from_the_rewards_to_go(drawn):
     batch, x = drawn
-    returns = [value for row in rows_of(batch, x.rewards, x.mask) for value in discounted(*row, 1.0)]
+    returns = [value for row in rows_of(batch, x.rewards, x.action_mask) for value in discounted(*row, 1.0)]
     greedy = [b for b, length in zip(x.reward_baselines.tolist(), batch.lengths, strict=True) for _ in range(length)]
     result = estimate("remax", x)
     assert result.returns.tolist() == pytest.approx(returns)
-    expected = [(r - b) * k for r, b, k in zip(returns, greedy, x.kept.tolist(), strict=True)]
+    expected = [(r - b) * k for r, b, k in zip(returns, greedy, x.loss_mask.tolist(), strict=True)]
     assert result.advantages.tolist() == pytest.approx(expected)
 
 
@@ -118,7 +118,7 @@ def test_trajectories_may_come_in_any_order(name, drawn, data):
 def test_only_actions_that_train_have_an_advantage(name, drawn):
     _, x = drawn
     advantages = estimate(name, x).advantages
-    assert (advantages[~x.kept] == 0).all()
+    assert (advantages[~x.loss_mask] == 0).all()
     assert advantages.dtype == x.rewards.dtype
 
 
@@ -129,7 +129,7 @@ def test_a_trajectory_that_is_rejected_whole_moves_no_other(name, drawn):
     """The batch with it, and the batch without it."""
     batch, x = drawn
     last = x.segments.ids == len(batch.lengths) - 1
-    x = replace(x, kept=x.kept & ~last, rewards=torch.where(last & x.mask, 100.0, x.rewards))
+    x = replace(x, loss_mask=x.loss_mask & ~last, rewards=torch.where(last & x.action_mask, 100.0, x.rewards))
     others = batch.select(range(len(batch.lengths) - 1))
     without = replace(part_of(x, others), num_trajectories=len(others.lengths))
     expected = estimate(name, without).advantages
@@ -141,14 +141,14 @@ def test_a_trajectory_that_is_rejected_whole_moves_no_other(name, drawn):
 def test_rejection_changes_no_return(name, drawn):
     """A reward at a rejected action still counts for the actions before it."""
     _, x = drawn
-    assert torch.equal(estimate(name, x).returns, estimate(name, replace(x, kept=None)).returns)
+    assert torch.equal(estimate(name, x).returns, estimate(name, replace(x, loss_mask=x.action_mask)).returns)
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
 @given(advantage_batches(), st.sampled_from([1e6, math.nan]))
 def test_estimators_of_returns_do_not_read_what_the_mask_hides(name, drawn, garbage):
     _, shown = drawn
-    fields = {f: torch.where(shown.mask, getattr(shown, f), garbage) for f in ("rewards", "values")}
+    fields = {f: torch.where(shown.action_mask, getattr(shown, f), garbage) for f in ("rewards", "values")}
     here, there = estimate(name, shown), estimate(name, replace(shown, **fields))
     assert torch.equal(here.advantages, there.advantages)
     assert torch.equal(here.returns, there.returns)
@@ -158,7 +158,7 @@ def test_estimators_of_returns_do_not_read_what_the_mask_hides(name, drawn, garb
 @given(advantage_batches())
 def test_whitened_advantages_have_mean_0_and_variance_1_over_what_trains(name, drawn):
     _, x = drawn
-    kept = estimate(name, x).advantages[x.kept].tolist()
+    kept = estimate(name, x).advantages[x.loss_mask].tolist()
     assert sum(kept) == pytest.approx(0, abs=1e-9)
     if len(kept) > 1 and max(kept) - min(kept) > 0.1:
         assert variance(kept) == pytest.approx(1, rel=1e-3)
@@ -241,4 +241,4 @@ def test_a_number_that_is_not_finite_is_named_with_its_trajectory(name, broken):
     result = replace(Advantages(x.rewards, x.rewards), **{name: torch.tensor(broken)})
     with pytest.raises(DataError, match=f"'mine' returned {name} that are not finite, in trajectory 1"):
         Estimator("mine", None).check_finite(result, x)
-    Estimator("mine", None).check_finite(result, replace(x, kept=torch.tensor([True, True, False])))
+    Estimator("mine", None).check_finite(result, replace(x, loss_mask=torch.tensor([True, True, False])))

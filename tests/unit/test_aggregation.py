@@ -64,7 +64,9 @@ def test_pieces_add_up_to_the_whole(mode, data):
     def share(piece, loss):
         return masked_sum(loss, piece.mask, token_weights(mode, piece.mask, piece.segments, counts, norm=7.0))
 
-    (plan,) = plan_micro_batches([list(range(len(batch.lengths)))], batch.lengths, MicroBatchLimit(tokens=budget))
+    (plan,) = plan_micro_batches(
+        [list(range(len(batch.lengths)))], batch.lengths, MicroBatchLimit(tokens=budget).of_replica()
+    )
     pieces = [batch.select(micro_batch).pad_to_multiple(4) for micro_batch in plan]
     summed = sum(share(piece, loss[piece.origin]) for piece in pieces)
     assert summed.item() == pytest.approx(share(batch, loss).item())

@@ -112,7 +112,7 @@ def test_a_prepare_that_looks_at_one_rank_only_is_found():
     def chosen(x):
         return TokenLosses(torch.where(x.prepared["best"], 2.0, 1.0) * -x.advantages * x.log_ratio.exp())
 
-    loss = replace(policy_loss(f"{HERE}:good"), fn=chosen, prepare=per_rank_choice)
+    loss = replace(policy_loss(f"{HERE}:good"), fn=chosen, prepare_fn=per_rank_choice)
     failed = [finding.check for finding in examine(loss) if not finding.passed]
     assert failed == ["the cut over data-parallel ranks does not matter"]
 

@@ -9,7 +9,7 @@ from mppo.algorithm.policy_losses import TokenLosses
 from mppo.cli.compose import default_config_dir, load_config
 from mppo.config import Config
 from mppo.errors import ConfigError
-from mppo.trainer.run_spec import make_run_spec
+from mppo.trainer.run_spec import Anchor, make_run_spec
 
 pytestmark = pytest.mark.unit
 
@@ -144,6 +144,51 @@ def test_the_critic_inherits_the_actors_limits_and_mode_and_may_have_its_own():
     assert (own.loss_agg_mode, own.mini_batch_size, own.epochs) == ("token-mean", 4, 3)
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("kind", ["micro_batch_size_per_gpu", "max_token_len_per_gpu"])
+def test_the_limits_of_both_passes_of_both_roles_are_read_and_know_their_field(role, kind):
+    by_tokens, own = kind == "max_token_len_per_gpu", "log_prob" if role == "actor" else "ppo_infer"
+    given = {f"{role}.use_dynamic_bsz": str(by_tokens).lower(), f"{role}.ppo_{kind}": 64, f"{role}.{own}_{kind}": 128}
+    overrides = [f"{field}={value}" for field, value in given.items()]
+    if role == "critic" or by_tokens:
+        overrides.append(f"actor.ppo_micro_batch_size_per_gpu={2 if role == 'critic' else 'null'}")
+    spec = make_run_spec(load_config("train", ["algorithm.adv_estimator=gae", *overrides]), 1)
+    settings = getattr(spec, role)
+    what = "tokens" if by_tokens else "trajectories"
+    limits = [settings.limit, settings.infer_limit]
+    assert [(limit.field, getattr(limit, what)) for limit in limits] == [
+        (f"{role}.ppo_{kind}", 64), (f"{role}.{own}_{kind}", 128),
+    ]  # fmt: skip
+
+
+ONE_STEP = ("rollout.n=2", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8")
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "trajectories", "anchor"),
+    [
+        ((), 16, Anchor.CURRENT_POLICY),
+        ((), 15, Anchor.CURRENT_POLICY),
+        ((), 17, Anchor.OWN_PASS),
+        (("actor.ppo_epochs=2",), 16, Anchor.OWN_PASS),
+        (("actor.ppo_mini_batch_size=4",), 16, Anchor.OWN_PASS),
+        (("actor.ppo_mini_batch_size=4",), 8, Anchor.CURRENT_POLICY),
+        (("actor.old_log_prob_pass=always",), 16, Anchor.OWN_PASS),
+        ((f"{CORRECTION}.rollout_is=token",), 16, Anchor.OWN_PASS),
+        (("algorithm.use_kl_in_reward=true",), 16, Anchor.OWN_PASS),
+        (("algorithm.adv_estimator=optimal_token_baseline",), 16, Anchor.OWN_PASS),
+        (("actor.policy_loss.loss_mode=kl_cov",), 16, Anchor.OWN_PASS),
+        ((f"{CORRECTION}.bypass_mode=true",), 16, Anchor.ROLLOUT_POLICY),
+        ((f"{CORRECTION}.bypass_mode=true",), 17, Anchor.ROLLOUT_POLICY),
+    ],
+)
+def test_the_anchor_depends_on_who_reads_it_and_on_how_many_trajectories_there_really_are(
+    overrides, trajectories, anchor
+):
+    assert make_run_spec(config_with(*ONE_STEP, *overrides), 1).anchor(trajectories) is anchor
+
+
 TWO_BY_TWO = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
 VPP2 = "parallel.virtual_pipeline_model_parallel_size=2"
 
@@ -198,15 +243,17 @@ def field_paths(schema, where=""):
 
 
 def test_every_field_is_read_by_code_that_names_its_group():
-    """No dead knobs: each leaf of the typed configuration is read as an attribute outside config.py."""
+    """No dead knobs: each leaf of the typed configuration is read as an attribute outside mppo/config, but for the limits
+    of micro-batches, which the test above looks at."""
     package = default_config_dir().parent / "mppo"
-    sources = "\n".join(p.read_text() for p in package.rglob("*.py") if p.name != "config.py")
-    short = {"config": ["config", "cfg"], "optim": ["config", "optim"]}
+    sources = "\n".join(p.read_text() for p in package.rglob("*.py") if p.parent.name != "config")
+    short = {"config": ["config", "cfg"], "optim": ["config", "optim"], "overlong_buffer": ["buffer"]}
     unread = []
     for path in field_paths(Config):
         group, _, name = path.rpartition(".")
         owner = group.rpartition(".")[2]
-        owners = {owner, owner + "s", "role", "config", "source", "settings", "control", "given", *short.get(owner, [])}
-        if not any(re.search(rf"\b{o}\.{name}\b", sources) for o in owners):
+        owners = {owner, owner + "s", "role", "config", "source", "settings", "control", "given"}
+        owners |= set(short.get(owner, []))
+        if not name.endswith("_per_gpu") and not any(re.search(rf"\b{o}\.{name}\b", sources) for o in owners):
             unread.append(path)
     assert unread == []

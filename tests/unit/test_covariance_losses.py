@@ -25,7 +25,7 @@ def chosen(name, advantages, log_probs, old_log_probs=None, mask=None, seed=0, *
     mask = torch.ones(count).bool() if mask is None else torch.tensor(mask).bool()
     places, segments = torch.arange(count), segments_of(count)
     x = MiniBatchInputs(log_probs, old, advantages, mask, segments, places, count, seed)
-    return policy_loss(name, knobs).prepared(x)["covers"].nonzero().squeeze(-1).tolist()
+    return policy_loss(name, knobs).prepare(x)["covers"].nonzero().squeeze(-1).tolist()
 
 
 def covariances(batch, log_probs):

@@ -192,7 +192,7 @@ def test_the_load_is_that_of_the_plan():
     totals = [length.total for length in lengths]
     actions = sum(length.response for length in lengths)
     plan = make_batch_plan(
-        totals, mini_batch_size=32, ranks=3, limit=MicroBatchLimit(tokens=500),
+        totals, mini_batch_size=32, ranks=3, limit=MicroBatchLimit(tokens=500).of_replica(),
         cost=WorkloadModel.of(model, actions / sum(totals)),
     )  # fmt: skip
     pieces = [piece for ranks in plan.micro_batches for micro_batches in ranks for piece in micro_batches]

@@ -93,7 +93,7 @@ def reference(name, scores, lengths, alpha):
 def test_scores_are_compared_within_each_group_of_the_batch(name, drawn):
     batch, x = drawn
     scores = [row.sum().item() for row in x.rewards.split(batch.lengths)]
-    lengths = [int(row.sum()) for row in x.kept.split(batch.lengths)]
+    lengths = [int(row.sum()) for row in x.loss_mask.split(batch.lengths)]
     trains = [i for i, n in enumerate(lengths) if n]
     alpha = len(trains) / max(sum(scores[i] != 0 for i in trains), 1)
     expected = [0.0] * len(scores)
@@ -105,7 +105,7 @@ def test_scores_are_compared_within_each_group_of_the_batch(name, drawn):
 
     advantages = estimate(name, x, **({"f_norm": 2.0} if name == "gpg" else {})).advantages
     tokens = [e for e, n in zip(expected, batch.lengths, strict=True) for _ in range(n)]
-    assert advantages.tolist() == pytest.approx((torch.tensor(tokens) * x.kept).tolist(), rel=1e-5, abs=1e-6)
+    assert advantages.tolist() == pytest.approx((torch.tensor(tokens) * x.loss_mask).tolist(), rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("grpo", [-2, -1, 3, -2, 2, 5]), ("grpo_passk", [0, 0, 4, 0, 4, 5])])

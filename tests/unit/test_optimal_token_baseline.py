@@ -29,7 +29,7 @@ def row_of(rewards, mask, kept, log_probs, squares, weights):
 def reference(x, lengths, counts_actions, handle_zero_tail):
     """`A[t] = G[t] - sum(G W) / sum(W)` over the answers of the group that have an action at the place of t."""
     weights = torch.ones_like(x.rewards) if x.rollout_is_weights is None else x.rollout_is_weights
-    fields = (x.rewards, x.mask, x.kept, x.old_log_probs, x.sum_pi_squared, weights)
+    fields = (x.rewards, x.action_mask, x.loss_mask, x.old_log_probs, x.sum_pi_squared, weights)
     rows = [row_of(*(row.tolist() for row in of)) for of in zip(*(f.split(lengths) for f in fields), strict=True)]
     tables = [  # place -> (G, W)
         {(i if counts_actions else place): (to_go, gathered) for i, (_, place, to_go, gathered) in enumerate(row)}

@@ -108,9 +108,9 @@ def test_positions_that_no_piece_holds_are_zero():
 
 def test_cutting_twice_keeps_all_fields_and_points_to_the_last_cut():
     batch = pack([trajectory([0, 1], index=i) for i in range(3)])
-    batch = batch.with_fields(weights=torch.arange(6.0), prepared={"covers": torch.arange(6) > 0})
+    batch = batch.with_fields(token_weights=torch.arange(6.0), prepared={"covers": torch.arange(6) > 0})
     twice = batch.select([2, 0]).select([1])
-    assert (twice.indices.tolist(), twice.weights.tolist(), twice.origin.tolist()) == ([0], [0, 1], [2, 3])
+    assert (twice.indices.tolist(), twice.token_weights.tolist(), twice.origin.tolist()) == ([0], [0, 1], [2, 3])
     assert twice.prepared["covers"].tolist() == [False, True]
 
 

@@ -39,7 +39,7 @@ batch_lengths = st.lists(st.integers(1, 50), max_size=25)
 workloads_of_any_size = st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e15)), max_size=30)
 limits = st.one_of(
     st.builds(MicroBatchLimit, trajectories=st.integers(1, 5)), st.builds(MicroBatchLimit, tokens=st.integers(50, 120))
-)
+).map(MicroBatchLimit.of_replica)
 
 
 def flat(nested):
@@ -214,41 +214,70 @@ def test_micro_batches(lengths, limit, ranks, multiple, cost):
 @given(batch_lengths, st.integers(50, 120))
 def test_there_are_few_micro_batches(lengths, tokens):
     """No two of the fewest could be one: more than half of the budget is used, but for one micro-batch."""
-    (micro_batches,) = plan_micro_batches([list(range(len(lengths)))], lengths, MicroBatchLimit(tokens=tokens))
+    (micro_batches,) = plan_micro_batches(
+        [list(range(len(lengths)))], lengths, MicroBatchLimit(tokens=tokens).of_replica()
+    )
     assert len(micro_batches) <= max(len(lengths), 1)
     assert len(micro_batches) <= 2 * sum(lengths) / tokens + 1
 
 
 def test_the_token_budget_is_hard():
     """Eight trajectories of 7 tokens under a budget of 8: nothing fits together."""
-    (micro_batches,) = plan_micro_batches([list(range(8))], [7] * 8, MicroBatchLimit(tokens=8))
+    (micro_batches,) = plan_micro_batches([list(range(8))], [7] * 8, MicroBatchLimit(tokens=8).of_replica())
     assert sorted(micro_batches) == [[i] for i in range(8)]
 
 
 def test_a_tight_budget_is_kept_at_the_price_of_an_uneven_spread():
     """The longest first to the emptiest would need a third micro-batch."""
-    (micro_batches,) = plan_micro_batches([list(range(5))], [5, 5, 4, 3, 3], MicroBatchLimit(tokens=10))
+    (micro_batches,) = plan_micro_batches([list(range(5))], [5, 5, 4, 3, 3], MicroBatchLimit(tokens=10).of_replica())
     assert micro_batches == [[0, 1], [2, 3, 4]]
 
 
 def test_work_is_spread_over_all_micro_batches():
-    (by_tokens,) = plan_micro_batches([list(range(4))], [9, 1, 1, 1], MicroBatchLimit(tokens=12), multiple=2)
+    (by_tokens,) = plan_micro_batches(
+        [list(range(4))], [9, 1, 1, 1], MicroBatchLimit(tokens=12).of_replica(), multiple=2
+    )
     assert by_tokens == [[0], [1, 2, 3]]
-    (by_number,) = plan_micro_batches([list(range(4))], [9, 1, 1, 8], MicroBatchLimit(trajectories=2))
+    (by_number,) = plan_micro_batches([list(range(4))], [9, 1, 1, 8], MicroBatchLimit(trajectories=2).of_replica())
     assert by_number == [[0, 2], [1, 3]]
 
 
 def test_ranks_with_different_needs_take_the_same_number_of_micro_batches():
-    plan = plan_micro_batches([[0], [1, 2, 3], []], [10, 10, 10, 10], MicroBatchLimit(tokens=10), multiple=2)
+    plan = plan_micro_batches(
+        [[0], [1, 2, 3], []], [10, 10, 10, 10], MicroBatchLimit(tokens=10).of_replica(), multiple=2
+    )
     assert [list(map(len, micro_batches)) for micro_batches in plan] == [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
 
 
 def test_a_trajectory_over_the_budget_is_named():
-    limit = MicroBatchLimit(tokens=10)
-    with pytest.raises(DataError, match="trajectory 1 has 12 tokens.*budget of 10.*max_token_len_per_gpu"):
+    limit = MicroBatchLimit(tokens=10, field="actor.ppo_max_token_len_per_gpu").of_replica()
+    raising = "raise actor.ppo_max_token_len_per_gpu from 10 to 12 or more"
+    with pytest.raises(DataError, match=f"trajectory 1 has 12 tokens, over the micro-batch budget of 10; {raising}"):
         plan_micro_batches([[0], [1]], [3, 12], limit)
     with pytest.raises(DataError, match="trajectory 1 has 12 tokens"):
         make_batch_plan([3, 12], mini_batch_size=1, ranks=2, limit=limit)
+
+
+@given(st.integers(1, 200), st.integers(1, 200), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 6]))
+def test_a_limit_per_gpu_holds_after_slices_are_padded_and_the_error_says_what_would_suffice(
+    per_gpu, length, cp, multiple
+):
+    """A trajectory that context parallelism cuts evenly, alone in a micro-batch."""
+    length *= cp
+
+    def padded_slice(tokens: int) -> int:
+        return -(-tokens // (cp * multiple)) * multiple
+
+    limit = MicroBatchLimit(tokens=per_gpu).of_replica(cp, multiple)
+    assert limit.tokens == 0 or padded_slice(limit.tokens) <= per_gpu < padded_slice(limit.tokens + 1)
+    if padded_slice(length) <= per_gpu:
+        limit.check(0, length)
+        return
+    with pytest.raises(DataError) as caught:
+        limit.check(0, length)
+    needed = int(str(caught.value).rpartition(" to ")[2].removesuffix(" or more"))
+    assert needed == padded_slice(length)
+    MicroBatchLimit(tokens=needed).of_replica(cp, multiple).check(0, length)
 
 
 @pytest.mark.parametrize("limit", [{}, {"trajectories": 1, "tokens": 1}])
@@ -294,18 +323,20 @@ def test_the_invariants_of_a_plan(lengths, size, ranks, limit, multiple, cost, s
 
 
 def test_a_batch_without_trajectories_has_no_mini_batches():
-    plan = make_batch_plan([], mini_batch_size=4, ranks=3, limit=MicroBatchLimit(tokens=8), multiple=2)
+    plan = make_batch_plan([], mini_batch_size=4, ranks=3, limit=MicroBatchLimit(tokens=8).of_replica(), multiple=2)
     assert (plan.mini_batches, plan.rank_of, plan.micro_batches) == ([], [], [])
 
 
 def test_ranks_without_a_trajectory_have_empty_micro_batches():
-    plan = make_batch_plan([5, 6], mini_batch_size=4, ranks=4, limit=MicroBatchLimit(tokens=8), multiple=2)
+    plan = make_batch_plan([5, 6], mini_batch_size=4, ranks=4, limit=MicroBatchLimit(tokens=8).of_replica(), multiple=2)
     assert sorted(plan.micro_batches[0]) == [[[], []], [[], []], [[0], []], [[1], []]]
 
 
 def test_many_trajectories_on_many_ranks_are_planned_within_the_tolerance():
     lengths, cost = log_normal(8192, seed=0), WorkloadModel.of(LLAMA_8B)
-    plan = make_batch_plan(lengths, mini_batch_size=4096, ranks=128, limit=MicroBatchLimit(tokens=16384), cost=cost)
+    plan = make_batch_plan(
+        lengths, mini_batch_size=4096, ranks=128, limit=MicroBatchLimit(tokens=16384).of_replica(), cost=cost
+    )
     for by_ranks in plan.micro_batches:
         loads = [sum(cost(lengths[i]) for i in flat(micro_batches)) for micro_batches in by_ranks]
         assert max(loads) <= (1 + TOLERANCE + 1e-9) * sum(loads) / len(loads)

@@ -27,7 +27,7 @@ RATIOS = ([0.25, 1.5, 4.0], [0.5, 0.5])
 
 
 def weights(x, **knobs):
-    return corrected(x, **knobs).weights.tolist()
+    return corrected(x, **knobs).importance_weights.tolist()
 
 
 def test_a_token_weighs_its_own_ratio_up_to_the_threshold():
@@ -46,7 +46,7 @@ def test_a_sequence_weighs_the_product_of_its_ratios():
 def test_between_two_bounds_a_weight_is_kept_and_outside_it_is_zero():
     """IcePop; unlike truncation it drops what is too large, and what is too small as well. Nothing is rejected."""
     result = corrected(with_ratios(*RATIOS), rollout_is="token", rollout_is_threshold="0.4_3.0")
-    assert result.weights.tolist() == pytest.approx([0.0, 1.5, 0.0, 0.5, 0.5])
+    assert result.importance_weights.tolist() == pytest.approx([0.0, 1.5, 0.0, 0.5, 0.5])
     assert result.kept.all()
 
 
@@ -68,10 +68,10 @@ def test_what_the_mask_hides_neither_weighs_nor_trains_nor_counts(drawn):
         rollout_log_probs=torch.where(x.mask, x.rollout_log_probs, 1e6),
     )
     here, there = corrected(x, **knobs), corrected(hidden, **knobs)
-    assert torch.equal(there.weights, here.weights)
+    assert torch.equal(there.importance_weights, here.importance_weights)
     assert torch.equal(there.kept, here.kept)
     assert there.metrics == here.metrics
-    assert (here.weights[~x.mask] == 0).all()
+    assert (here.importance_weights[~x.mask] == 0).all()
     assert not here.kept[~x.mask].any()
 
 
@@ -82,8 +82,8 @@ def test_weights_are_normalised_over_the_tokens_that_are_kept():
     factor = (1.5 + 2.0 + 0.5 + 0.5) / 4
     assert result.kept.tolist() == [False, True, True, True, True]
     assert result.metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(factor)
-    assert result.weights.tolist() == pytest.approx([w / factor for w in (0.25, 1.5, 2.0, 0.5, 0.5)])
-    assert result.weights[result.kept].mean().item() == pytest.approx(1.0)
+    assert result.importance_weights.tolist() == pytest.approx([w / factor for w in (0.25, 1.5, 2.0, 0.5, 0.5)])
+    assert result.importance_weights[result.kept].mean().item() == pytest.approx(1.0)
 
 
 def test_weights_of_sequences_are_normalised_over_the_sequences_that_are_kept():
@@ -93,28 +93,31 @@ def test_weights_of_sequences_are_normalised_over_the_sequences_that_are_kept():
     result = corrected(x, rollout_is_batch_normalize=True, rollout_is_threshold=10, **knobs)
     factor = (1.5 + 0.25) / 2
     assert result.kept.tolist() == [True] * 5 + [False]
-    assert result.weights.tolist() == pytest.approx([1.5 / factor] * 3 + [0.25 / factor] * 2 + [3 / factor])
+    assert result.importance_weights.tolist() == pytest.approx([1.5 / factor] * 3 + [0.25 / factor] * 2 + [3 / factor])
 
 
 @pytest.mark.parametrize("option", ["token", "sequence"])
 def test_weights_that_are_all_zero_or_rejected_are_left_as_they_are(option):
     zero = {"rollout_is": option, "rollout_is_threshold": "0.9_1.1", "rollout_is_batch_normalize": True}
     result = corrected(with_ratios([2.0], [2.0]), **zero)
-    assert result.weights.tolist() == [0.0, 0.0]
+    assert result.importance_weights.tolist() == [0.0, 0.0]
     assert result.metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
     rejecting = {"rollout_rs": "token_k2", "rollout_rs_threshold": 0.1}
     result = corrected(with_ratios([2.0]), **{**zero, "rollout_is_threshold": 5.0}, **rejecting)
-    assert (result.weights.tolist(), result.kept.tolist()) == (pytest.approx([2.0]), [False])
+    assert (result.importance_weights.tolist(), result.kept.tolist()) == (pytest.approx([2.0]), [False])
 
 
 def test_weights_come_in_the_type_of_the_log_probs():
     x = with_ratios(*RATIOS)
-    assert corrected(replace(x, log_probs=x.log_probs.float()), rollout_is="token").weights.dtype == torch.float32
+    assert (
+        corrected(replace(x, log_probs=x.log_probs.float()), rollout_is="token").importance_weights.dtype
+        == torch.float32
+    )
 
 
 def test_without_options_nothing_is_weighed_or_rejected():
     result = corrected(with_ratios(*RATIOS))
-    assert result.weights is None
+    assert result.importance_weights is None
     assert result.kept.all()
 
 
@@ -208,7 +211,9 @@ def test_the_cut_over_ranks_changes_neither_weights_nor_rejection(option, normal
     parts = over_parts(pieces, lambda piece, reduction: corrected(part_of(x, piece, reduction), **knobs))
     whole, origins = corrected(x, **knobs), [piece.origin for piece in pieces]
     assert torch.equal(batch.gather_back(origins, [part.kept for part in parts]), whole.kept)
-    torch.testing.assert_close(batch.gather_back(origins, [part.weights for part in parts]), whole.weights)
+    torch.testing.assert_close(
+        batch.gather_back(origins, [part.importance_weights for part in parts]), whole.importance_weights
+    )
 
 
 @given(correction_batches())
@@ -217,5 +222,5 @@ def test_after_normalising_the_weights_that_train_have_mean_1(drawn):
     result = corrected(
         x, rollout_is="token", rollout_is_batch_normalize=True, rollout_rs="token_k2", rollout_rs_threshold=0.3
     )
-    kept = result.weights[result.kept].tolist()
+    kept = result.importance_weights[result.kept].tolist()
     assert mean(kept) == pytest.approx(1.0 if kept else 0.0)

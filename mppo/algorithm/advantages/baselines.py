@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages, outcome
+from mppo.algorithm.advantages.estimator_contract import ESTIMATORS, AdvantageInputs, Advantages, outcome
 from mppo.algorithm.advantages.groups import group_statistics
 from mppo.algorithm.advantages.tokens import rewards_to_go
 from mppo.errors import ConfigError
@@ -22,7 +22,7 @@ def rloo(x: AdvantageInputs) -> Advantages:
 @ESTIMATORS.register("opo", groups=True)
 def opo(x: AdvantageInputs) -> Advantages:
     """2505.23585: the length-weighted mean of the group, `S_i - sum(len S) / sum(len)`."""
-    scores, lengths = x.scores, x.segments.lengths(x.training).double()
+    scores, lengths = x.scores, x.segments.lengths(x.loss_mask).double()
     return outcome(x, scores - group_statistics(x, scores, weights=lengths).mean)
 
 
@@ -48,6 +48,6 @@ def gpg(x: AdvantageInputs, config: GpgConfig) -> Advantages:
 @ESTIMATORS.register("remax", greedy_baseline=True)
 def remax(x: AdvantageInputs) -> Advantages:
     """2310.10505: rewards to go less the reward of the greedy answer to the same prompt; returns are rewards to go."""
-    returns = rewards_to_go(x.rewards, x.mask, x.segments.ids)
+    returns = rewards_to_go(x.rewards, x.action_mask, x.segments.ids)
     baseline = x.segments.expand(x.reward_baselines).to(returns.dtype)
-    return Advantages((returns - baseline) * x.training, returns)
+    return Advantages((returns - baseline) * x.loss_mask, returns)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
+from mppo.algorithm.advantages.estimator_contract import ESTIMATORS, AdvantageInputs, Advantages
 from mppo.algorithm.advantages.tokens import check_discount, discounted_suffix_sum, whiten
 
 
@@ -27,7 +27,7 @@ def gae(x: AdvantageInputs, config: GaeConfig) -> Advantages:
     t+1 is the next *action* of the trajectory: what the mask hides (tool output, say) is stepped over.
     Returns are `A + V` before whitening.
     """
-    actions = x.mask.bool().nonzero().squeeze(-1)
+    actions = x.action_mask.bool().nonzero().squeeze(-1)
     ids, rewards, values = x.segments.ids[actions], x.rewards[actions], x.values[actions]
 
     next_values = torch.zeros_like(values)
@@ -37,4 +37,4 @@ def gae(x: AdvantageInputs, config: GaeConfig) -> Advantages:
 
     raw = torch.zeros_like(x.values).index_copy(0, actions, advantages)
     returns = torch.zeros_like(x.values).index_copy(0, actions, advantages + values)
-    return Advantages(whiten(raw, x.training, x.reduction), returns)
+    return Advantages(whiten(raw, x.loss_mask, x.reduction), returns)

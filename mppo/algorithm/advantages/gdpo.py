@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
+from mppo.algorithm.advantages.estimator_contract import ESTIMATORS, AdvantageInputs, Advantages
 from mppo.algorithm.advantages.grpo import group_relative
 from mppo.algorithm.advantages.tokens import whiten
 from mppo.errors import ConfigError
@@ -39,5 +39,5 @@ def gdpo(x: AdvantageInputs, config: GdpoConfig) -> Advantages:
     summed = torch.zeros(x.segments.count, dtype=torch.double, device=x.rewards.device)
     for key, weight in zip(config.gdpo_reward_keys, weights, strict=True):
         summed += weight * group_relative(x, x.reward_parts[key].double(), config.norm_adv_by_std_in_grpo)
-    advantages = whiten(x.to_tokens(summed), x.training, x.reduction)
+    advantages = whiten(x.to_tokens(summed), x.loss_mask, x.reduction)
     return Advantages(advantages, advantages)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mppo.algorithm.advantages.base import AdvantageInputs
+from mppo.algorithm.advantages.estimator_contract import AdvantageInputs
 
 EPSILON = 1e-6
 """Added to a standard deviation that divides."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages, outcome
+from mppo.algorithm.advantages.estimator_contract import ESTIMATORS, AdvantageInputs, Advantages, outcome
 from mppo.algorithm.advantages.groups import EPSILON, group_statistics, two_largest
 
 

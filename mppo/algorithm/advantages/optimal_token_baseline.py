@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
+from mppo.algorithm.advantages.estimator_contract import ESTIMATORS, AdvantageInputs, Advantages
 from mppo.algorithm.advantages.groups import two_largest
 from mppo.algorithm.advantages.tokens import rewards_to_go, run_starts, segment_cumsum
 
@@ -27,7 +27,7 @@ class OptimalTokenBaselineConfig:
 @ESTIMATORS.register("optimal_token_baseline", config=OptimalTokenBaselineConfig, **NEEDS)
 def optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
     """`A = G - B`; places are tokens since the first action, so that tool output takes up places."""
-    actions, taken = (mask.bool().nonzero().squeeze(-1) for mask in (x.training, x.mask))
+    actions, taken = (mask.bool().nonzero().squeeze(-1) for mask in (x.loss_mask, x.action_mask))
     ids = x.segments.ids
     first = torch.zeros(x.segments.count, dtype=torch.long, device=ids.device)
     first[ids[taken]] = taken[run_starts(ids[taken])]
@@ -37,7 +37,7 @@ def optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfi
 @ESTIMATORS.register("tir_optimal_token_baseline", config=OptimalTokenBaselineConfig, **NEEDS)
 def tir_optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
     """For tool-integrated reasoning: places count actions only."""
-    actions = x.training.bool().nonzero().squeeze(-1)
+    actions = x.loss_mask.bool().nonzero().squeeze(-1)
     order = torch.arange(len(actions), device=actions.device)
     return _less_baseline(x, config, actions, order - run_starts(x.segments.ids[actions]))
 
@@ -51,7 +51,7 @@ def _less_baseline(
     `B(place) = sum(G W) / (sum(W) + 1e-8)` over the group.
     """
     ids = x.segments.ids[actions]
-    returns = rewards_to_go(x.rewards, x.mask, x.segments.ids)
+    returns = rewards_to_go(x.rewards, x.action_mask, x.segments.ids)
     to_go = returns[actions].double()
     variance = 1 - 2 * x.old_log_probs[actions].double().exp() + x.sum_pi_squared[actions].double()
     # It is sum_v (1[v = y] - pi_v)^2; what is below 0 for a near-certain token is rounding.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mppo.algorithm.advantages.base import ESTIMATORS, AdvantageInputs, Advantages
+from mppo.algorithm.advantages.estimator_contract import ESTIMATORS, AdvantageInputs, Advantages
 from mppo.algorithm.advantages.groups import group_statistics
 from mppo.algorithm.advantages.tokens import check_discount, rewards_to_go, whiten
 
@@ -19,8 +19,8 @@ class ReinforcePlusPlusConfig:
 @ESTIMATORS.register("reinforce_plus_plus", config=ReinforcePlusPlusConfig)
 def reinforce_plus_plus(x: AdvantageInputs, config: ReinforcePlusPlusConfig) -> Advantages:
     """`R_t = r_t + gamma R_{t+1}` over the actions of a trajectory, whitened over the batch; returns are `R`."""
-    returns = rewards_to_go(x.rewards, x.mask, x.segments.ids, config.gamma)
-    return Advantages(whiten(returns, x.training, x.reduction), returns)
+    returns = rewards_to_go(x.rewards, x.action_mask, x.segments.ids, config.gamma)
+    return Advantages(whiten(returns, x.loss_mask, x.reduction), returns)
 
 
 @ESTIMATORS.register("reinforce_plus_plus_baseline", groups=True)
@@ -28,5 +28,5 @@ def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Advantages:
     """`S_i - mean_group` for each action, whitened over the batch."""
     scores = x.scores
     centred = scores - group_statistics(x, scores).mean
-    advantages = whiten(x.to_tokens(centred), x.training, x.reduction)
+    advantages = whiten(x.to_tokens(centred), x.loss_mask, x.reduction)
     return Advantages(advantages, advantages)

@@ -13,7 +13,7 @@ from mppo.algorithm.policy_losses import (  # noqa: F401  (register)
     sapo,
     vanilla,
 )
-from mppo.algorithm.policy_losses.base import (
+from mppo.algorithm.policy_losses.loss_contract import (
     POLICY_LOSSES,
     PolicyInputs,
     PolicyLoss,

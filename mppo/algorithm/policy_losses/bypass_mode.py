@@ -6,7 +6,7 @@ rejection follow from the current policy against it, over the mini-batch, before
 
 from dataclasses import dataclass, replace
 
-from mppo.algorithm.policy_losses.base import POLICY_LOSSES, PolicyInputs, TokenLosses
+from mppo.algorithm.policy_losses.loss_contract import POLICY_LOSSES, PolicyInputs, TokenLosses
 from mppo.algorithm.policy_losses.reinforce import reinforce
 from mppo.algorithm.policy_losses.vanilla import VanillaConfig, vanilla
 from mppo.errors import ConfigError
@@ -24,7 +24,7 @@ class BypassConfig(VanillaConfig):
             raise ConfigError(f"loss_type is {self.loss_type!r}; choose ppo_clip or reinforce")
 
 
-@POLICY_LOSSES.register("bypass_mode", config=BypassConfig, loss_agg_mode="token-mean", weighs_itself=True)
+@POLICY_LOSSES.register("bypass_mode", config=BypassConfig, loss_agg_mode="token-mean", applies_importance_weights=True)
 def bypass_mode(x: PolicyInputs, config: BypassConfig) -> TokenLosses:
     """`ppo_clip` against the rollout's policy, or `reinforce` with importance weights."""
     if config.loss_type == "ppo_clip":

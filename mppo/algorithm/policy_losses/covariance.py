@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mppo.algorithm.policy_losses.base import POLICY_LOSSES, PolicyInputs, TokenLosses
 from mppo.algorithm.policy_losses.clipping import ClipConfig
+from mppo.algorithm.policy_losses.loss_contract import POLICY_LOSSES, PolicyInputs, TokenLosses
 from mppo.algorithm.policy_losses.mini_batch import MiniBatchInputs
 from mppo.algorithm.statistics import TokenStatistic
 from mppo.errors import ConfigError
@@ -62,13 +62,13 @@ def choose_to_clip(x: MiniBatchInputs, config: ClipCovConfig) -> dict[str, Tenso
     is_clipped = -A * ratio.clamp(1 - config.low, 1 + config.high) > -A * ratio
     cov = covariance(x)
     candidates = x.mask & ~is_clipped & (cov > config.clip_cov_lb) & (cov < config.clip_cov_ub)
-    count = max(int(config.clip_cov_ratio * x.tokens), 1)
+    count = max(int(config.clip_cov_ratio * x.loss_tokens), 1)
     return {"covers": x.choose(x.random(), candidates, count)}
 
 
 def choose_to_hold(x: MiniBatchInputs, config: KlCovConfig) -> dict[str, Tensor]:
     """`covers [T]`: the tokens of the highest covariance."""
-    count = max(int(config.kl_cov_ratio * x.tokens), 1)
+    count = max(int(config.kl_cov_ratio * x.loss_tokens), 1)
     return {"covers": x.choose(covariance(x), x.mask, count)}
 
 

@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
-from mppo.algorithm.policy_losses.base import POLICY_LOSSES, PolicyInputs, TokenLosses
 from mppo.algorithm.policy_losses.clipping import ClipConfig
+from mppo.algorithm.policy_losses.loss_contract import POLICY_LOSSES, PolicyInputs, TokenLosses
 from mppo.algorithm.statistics import TokenStatistic
 
 
-@POLICY_LOSSES.register("geo_mean", config=ClipConfig, loss_agg_mode="seq-mean-token-mean", weighs_itself=True)
+@POLICY_LOSSES.register(
+    "geo_mean", config=ClipConfig, loss_agg_mode="seq-mean-token-mean", applies_importance_weights=True
+)
 def geo_mean(x: PolicyInputs, config: ClipConfig) -> TokenLosses:
     """`-exp(mean_t m_t) mean_t A_t` for each token of a sequence, m the log-ratio with its pessimistic clip."""
     A, log_ratio, mean = x.advantages, x.log_ratio, x.segments.mean

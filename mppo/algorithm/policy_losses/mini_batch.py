@@ -19,7 +19,7 @@ class MiniBatchInputs:
     advantages: Tensor
     mask: Tensor
     segments: Segments
-    places: Tensor
+    batch_positions: Tensor
     """`[T]` long: where each position stands in the global mini-batch, whoever holds it."""
     size: int
     """Positions of the global mini-batch."""
@@ -28,7 +28,7 @@ class MiniBatchInputs:
     reduction: Reduction = WHOLE
 
     @property
-    def tokens(self) -> int:
+    def loss_tokens(self) -> int:
         """N: masked positions of the global mini-batch."""
         return int(self.reduction.sum(self.mask.sum()))
 
@@ -41,14 +41,16 @@ class MiniBatchInputs:
     def random(self) -> Tensor:
         """`[T]` float64 in [0, 1): a position draws the same number whatever rank holds it."""
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.rand(self.size, generator=generator, dtype=torch.double).to(self.places.device)[self.places]
+        return torch.rand(self.size, generator=generator, dtype=torch.double).to(self.batch_positions.device)[
+            self.batch_positions
+        ]
 
     def choose(self, score: Tensor, candidates: Tensor, count: int) -> Tensor:
         """`[T]` bool: the `count` candidates of the global mini-batch with the highest score; ties to the earlier."""
         mine = candidates.nonzero().squeeze(-1)
-        mine = mine[_best(score[mine], self.places[mine], count)]
-        scores, places = self.reduction.gather(score[mine]), self.reduction.gather(self.places[mine])
-        return torch.isin(self.places, places[_best(scores, places, count)]) & candidates
+        mine = mine[_best(score[mine], self.batch_positions[mine], count)]
+        scores, places = self.reduction.gather(score[mine]), self.reduction.gather(self.batch_positions[mine])
+        return torch.isin(self.batch_positions, places[_best(scores, places, count)]) & candidates
 
 
 def _best(scores: Tensor, places: Tensor, count: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mppo.algorithm.aggregation import BatchCounts, token_weights
-from mppo.algorithm.policy_losses.base import PolicyInputs, PolicyLoss
+from mppo.algorithm.policy_losses.loss_contract import PolicyInputs, PolicyLoss
 from mppo.algorithm.policy_losses.mini_batch import MiniBatchInputs
 from mppo.algorithm.reduction import WHOLE, Reduction
 from mppo.algorithm.segments import Segments
@@ -28,10 +28,10 @@ class Sample:
     advantages: Tensor
     mask: Tensor
     segments: Segments
-    places: Tensor
+    batch_positions: Tensor
     """Where each position stands in the sample it was cut from."""
     prepared: Mapping[str, Tensor]
-    weights: Tensor
+    token_weights: Tensor
 
     def select(self, positions: Tensor, segments: Segments) -> "Sample":
         """Some positions, of trajectories renumbered as in `segments`."""
@@ -55,8 +55,8 @@ VECTORS = (
     "ref_log_probs",
     "advantages",
     "mask",
-    "places",
-    "weights",
+    "batch_positions",
+    "token_weights",
 )
 
 
@@ -81,15 +81,15 @@ def draw_sample(loss: PolicyLoss, seed: int = 0, dtype: torch.dtype = torch.doub
         advantages=advantages.to(dtype),
         mask=mask,
         segments=segments,
-        places=torch.arange(count),
+        batch_positions=torch.arange(count),
         prepared={},
-        weights=token_weights(loss.loss_agg_mode, mask, segments, counts, norm=9.0),
+        token_weights=token_weights(loss.loss_agg_mode, mask, segments, counts, norm=9.0),
     )
 
 
-def prepared(loss: PolicyLoss, sample: Sample, size: int, reduction: Reduction = WHOLE) -> Sample:
+def with_prepared(loss: PolicyLoss, sample: Sample, size: int, reduction: Reduction = WHOLE) -> Sample:
     """With what `prepare` finds in it, if the loss has such a step."""
-    if loss.prepare is None:
+    if not loss.needs_mini_batch:
         return sample
     x = MiniBatchInputs(
         log_probs=sample.log_probs,
@@ -97,12 +97,12 @@ def prepared(loss: PolicyLoss, sample: Sample, size: int, reduction: Reduction =
         advantages=sample.advantages,
         mask=sample.mask,
         segments=sample.segments,
-        places=sample.places,
+        batch_positions=sample.batch_positions,
         size=size,
         seed=1,
         reduction=reduction,
     )
-    return replace(sample, prepared=loss.prepared(x))
+    return replace(sample, prepared=loss.prepare(x))
 
 
 def token_losses(loss: PolicyLoss, sample: Sample, log_probs: Tensor, stop: Callable | None = None) -> Tensor:
@@ -128,7 +128,7 @@ def probe(loss: PolicyLoss) -> None:
     """
     try:
         sample = draw_sample(loss, dtype=torch.float32)
-        sample = prepared(loss, sample, len(sample.mask))
+        sample = with_prepared(loss, sample, len(sample.mask))
         losses = token_losses(loss, sample, sample.log_probs)
     except ConfigError:
         raise

@@ -1,6 +1,6 @@
 """REINFORCE (Williams, 1992), with importance weights where the rollout is corrected."""
 
-from mppo.algorithm.policy_losses.base import POLICY_LOSSES, PolicyInputs, TokenLosses
+from mppo.algorithm.policy_losses.loss_contract import POLICY_LOSSES, PolicyInputs, TokenLosses
 from mppo.algorithm.statistics import TokenStatistic
 
 

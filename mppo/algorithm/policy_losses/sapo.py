@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mppo.algorithm.policy_losses.base import POLICY_LOSSES, PolicyInputs, TokenLosses
+from mppo.algorithm.policy_losses.loss_contract import POLICY_LOSSES, PolicyInputs, TokenLosses
 from mppo.algorithm.statistics import TokenStatistic
 from mppo.errors import ConfigError
 

@@ -41,7 +41,7 @@ class CorrectionInputs:
 
 @dataclass(frozen=True)
 class Correction:
-    weights: Tensor | None
+    importance_weights: Tensor | None
     """`[T]`, 0 outside the mask; None without importance weights."""
     kept: Tensor
     """`[T]` bool: the part of the mask that no option rejects."""

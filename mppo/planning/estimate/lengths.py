@@ -15,7 +15,6 @@ from mppo.config import DataConfig
 from mppo.errors import ConfigError
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Sizes
-from mppo.trainer.batches import replica_limit
 from mppo.trainer.run_spec import UpdateSettings
 
 SEED = 0
@@ -147,7 +146,7 @@ def load_of(lengths: list[Length], settings: UpdateSettings, model: ModelConfig,
     workloads = [cost(length.total) for length in lengths]
     mini_batches = split_mini_batches(len(lengths), settings.mini_batch_size)
     rank_of = assign_ranks(mini_batches, workloads, sizes.dp)
-    limit, loads = replica_limit(settings.limit, sizes), []
+    limit, loads = sizes.replica_limit(settings.limit), []
     for indices in mini_batches:
         parts = by_rank(indices, [rank_of[i] for i in indices], sizes.dp)
         for pieces in plan_micro_batches(parts, padded, limit, sizes.micro_batch_multiple, cost):

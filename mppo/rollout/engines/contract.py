@@ -1,16 +1,21 @@
-"""What every rollout engine does: token ids in, trajectories out, new weights taken in between."""
+"""What every rollout engine does: requests of token ids in, completions out, new weights taken in between."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from mppo.batch.trajectory import Span, Status, TrajectoryId
+from mppo.errors import MppoError
+from mppo.weights.export import WeightSource
 
-from mppo.batch.trajectory import Trajectory
+
+class EngineError(MppoError, RuntimeError):
+    """A rollout engine cannot answer: it has no weights, an update failed, or it does not answer in time."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
+    """How tokens are drawn, and what ends an answer."""
+
     max_new_tokens: int
     temperature: float = 1.0
     """0: greedy."""
@@ -24,23 +29,50 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer asked for."""
+    """One continuation asked for."""
 
-    index: int
-    """Place in the global batch of the step."""
-    group: int
-    """Which prompt of the step."""
-    prompt: tuple[int, ...]
-    """Token ids."""
+    uid: TrajectoryId
+    """The trajectory that it is for. Requests for one prompt form a group; an engine keeps them together, so that what
+    they share is computed once."""
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
     seed: tuple[int, ...]
-    """What its random numbers are drawn from: the same request gets the same answer on any rank."""
+    """What its random numbers are drawn from: an engine that can gives the same request the same answer, on any rank."""
+    timeout_s: float
+    """Seconds after which the engine gives up and answers with what it has, as aborted."""
+
+    @property
+    def group(self) -> int:
+        return self.uid.prompt
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine wrote after a prompt."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """Of each token: temperature-scaled, before top-p and top-k; of greedy ones at temperature 1."""
+    spans: tuple[Span, ...]
+    """Which weights wrote what; positions within the completion."""
+    status: Status
 
 
 class RolloutEngine(Protocol):
-    def generate(self, requests: list[Request], params: SamplingParams) -> list[Trajectory]:
-        """Answer the requests of this rank, in order. Log-probs are temperature-scaled and ignore top-p and top-k."""
+    """All calls of a rank come from one event loop, and each ends by its deadline."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Continue a prompt. Raises EngineError without weights, and after an update that failed."""
         ...
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take in whole Hugging Face tensors. Every rank goes through `tensors`, which is collective."""
+    async def update_weights(self, source: WeightSource, version: int) -> None:
+        """Take in the trainer's weights, under the number of actor updates that made them.
+
+        Every rank of the trainer calls it at the same time. After a failure the engine answers nothing until an update
+        succeeds. Raises ModelError when the weights are not the engine's.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give back what the engine holds: processes, connections, memory."""
         ...

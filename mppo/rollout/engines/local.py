@@ -1,102 +1,164 @@
 """The embedded engine: a transformers copy of the model generates in each trainer process, with a KV cache."""
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from mppo.batch.trajectory import Trajectory
-from mppo.errors import ModelError
-from mppo.rollout.engines.contract import Request, SamplingParams
+from mppo.batch.trajectory import Span, Status
+from mppo.rollout.engines.contract import Completion, EngineError, Request, SamplingParams
 from mppo.rollout.engines.sampling import draw, uniforms
+from mppo.weights.export import WeightSource
 from mppo.weights.fused import on_disk
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A request that nobody works on yet."""
+
+    request: Request
+    answer: "asyncio.Future[Completion]"
+    deadline: float
+    """On the monotonic clock, seconds."""
+
+
 class LocalEngine:
-    """Holds a whole copy of the model on every rank: for small models and machines without SGLang."""
+    """Holds a whole copy of the model on every rank: for small models and machines without SGLang.
+
+    Requests that wait at the same time are answered together, `batch_size` at a time, in a thread beside the event
+    loop. A prompt that several of them share goes through the model once.
+    """
 
     def __init__(self, hf_config: Any, tokenizer: Any, dtype: torch.dtype, device: torch.device, batch_size: int):
         self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(device).eval()
         self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
-        self.version = -1
+        self.version: int | None = None
+        """Of the weights; None before the first and after a failed update."""
+        self._waiting: list[_Waiting] = []
+        self._worker: asyncio.Task[None] | None = None
 
     @torch.no_grad()
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Raises ModelError when the tensors are not exactly the model's."""
-        parameters = on_disk(self.model.named_parameters())
-        for name, tensor in tensors:
-            if name not in parameters:
-                raise ModelError(f"the local engine's model has no tensor {name}, or it came twice")
-            parameters.pop(name).copy_(tensor)
-        if parameters:
-            raise ModelError(f"the local engine did not receive {', '.join(sorted(parameters))}")
+    async def update_weights(self, source: WeightSource, version: int) -> None:
+        """See `RolloutEngine`."""
+        self.version = None
+        source.copy_whole(on_disk(self.model.named_parameters()))
         self.version = version
 
-    @torch.no_grad()
-    def generate(self, requests: list[Request], params: SamplingParams) -> list[Trajectory]:
-        """`batch_size` requests at a time, those of similar length together; answers in the order of the requests."""
-        by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
-        answers: dict[int, Trajectory] = {}
-        for start in range(0, len(by_length), self.batch_size):
-            places = by_length[start : start + self.batch_size]
-            for place, answer in zip(places, self._batch([requests[i] for i in places], params), strict=True):
-                answers[place] = answer
-        return [answers[place] for place in range(len(requests))]
+    async def close(self) -> None:
+        """Nothing is held that the process does not give back."""
 
-    def _batch(self, requests: list[Request], params: SamplingParams) -> list[Trajectory]:
-        """One token a row and step, until every row has stopped."""
-        tokens, attention = self._left_padded(requests)
-        positions = (attention.cumsum(-1) - 1).clamp(min=0)
-        random = uniforms([r.seed for r in requests], params.max_new_tokens).to(self.device)
+    async def generate(self, request: Request) -> Completion:
+        """See `RolloutEngine`."""
+        if self.version is None:
+            raise EngineError("the local engine has no weights: none came yet, or the last update failed")
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(request, answer, monotonic() + request.timeout_s))
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+        return await answer
+
+    async def _work(self) -> None:
+        """Answer batch after batch until nobody waits."""
+        await asyncio.sleep(0)  # whoever is about to ask as well has asked after this
+        while self._waiting:
+            batch = self._next_batch()
+            try:
+                completions = await asyncio.to_thread(self._complete, batch)
+            except Exception as error:
+                for waiting in batch:
+                    waiting.answer.set_exception(error)
+            else:
+                for waiting, completion in zip(batch, completions, strict=True):
+                    if not waiting.answer.done():  # nobody waits for it any more
+                        waiting.answer.set_result(completion)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """Those of similar length together, and of one group; all of a batch are sampled alike."""
+        params = self._waiting[0].request.params
+        alike = [w for w in self._waiting if w.request.params == params]
+        alike.sort(key=lambda w: (len(w.request.prompt_ids), w.request.uid))
+        chosen = alike[: self.batch_size]
+        self._waiting = [w for w in self._waiting if not any(w is taken for taken in chosen)]
+        return chosen
+
+    @torch.no_grad()
+    def _complete(self, batch: Sequence[_Waiting]) -> list[Completion]:
+        """One token a row and step, until every row has stopped or its time is up."""
+        params = batch[0].request.params
+        random = uniforms([w.request.seed for w in batch], params.max_new_tokens).to(self.device)
         stop_tokens = self._stop_tokens(params)
-        cache = DynamicCache()
+        deadlines = torch.tensor([w.deadline for w in batch], dtype=torch.double)
+        logits, attention, positions, cache = self._read([w.request.prompt_ids for w in batch])
         written: list[Tensor] = []
         log_probs: list[Tensor] = []
-        stopped_at = torch.zeros(len(requests), dtype=torch.long, device=self.device)
+        stopped_at = torch.zeros(len(batch), dtype=torch.long, device=self.device)
+        late_at = torch.zeros(len(batch), dtype=torch.long)
         for step in range(params.max_new_tokens):
-            output = self.model(
-                input_ids=tokens,
-                attention_mask=attention,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            chosen, chosen_log_probs = draw(output.logits[:, -1], random[:, step], params)
+            chosen, chosen_log_probs = draw(logits, random[:, step], params)
             written.append(chosen)
             log_probs.append(chosen_log_probs)
             stops = torch.isin(chosen, stop_tokens) | self._ends_with_stop(written, params)
             stopped_at = torch.where(stops & (stopped_at == 0), step + 1, stopped_at)
-            if bool((stopped_at > 0).all()):
+            late_at = torch.where((deadlines < monotonic()) & (late_at == 0), step + 1, late_at)
+            if bool(((stopped_at.cpu() > 0) | (late_at > 0)).all()) or step + 1 == params.max_new_tokens:
                 break
-            tokens, positions = chosen[:, None], positions[:, -1:] + 1
-            attention = torch.cat([attention, attention.new_ones(len(requests), 1)], 1)
-        responses, log_prob_rows = torch.stack(written, 1).cpu(), torch.stack(log_probs, 1).cpu()
-        return [
-            self._trajectory(request, responses[row], log_prob_rows[row], int(stopped_at[row]))
-            for row, request in enumerate(requests)
-        ]
+            positions = positions + 1
+            attention = torch.cat([attention, attention.new_ones(len(batch), 1)], 1)
+            logits = self._next_logits(chosen[:, None], attention, positions, cache)
+        rows = torch.stack(written, 1).cpu(), torch.stack(log_probs, 1).cpu(), stopped_at.cpu(), late_at
+        return [self._completion(*(x[i] for x in rows)) for i in range(len(batch))]
 
-    def _left_padded(self, requests: list[Request]) -> tuple[Tensor, Tensor]:
-        """The prompts `[B, width]`, and where they are."""
-        width = max(len(r.prompt) for r in requests)
-        rows = [[0] * (width - len(r.prompt)) + list(r.prompt) for r in requests]
-        real = [[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in requests]
-        return torch.tensor(rows, device=self.device), torch.tensor(real, device=self.device)
+    def _read(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor, DynamicCache]:
+        """Put each distinct prompt through the model once.
 
-    def _trajectory(self, request: Request, response: Tensor, log_probs: Tensor, stopped_at: int) -> Trajectory:
-        length = stopped_at or len(response)
-        prompt = torch.tensor(request.prompt)
-        return Trajectory(
-            index=request.index,
-            group=request.group,
-            tokens=torch.cat([prompt, response[:length]]),
-            action_mask=torch.arange(len(prompt) + length) >= len(prompt),
-            rollout_log_probs=torch.cat([torch.zeros(len(prompt)), log_probs[:length].float()]),
-            finish_reason="stop" if stopped_at else "length",
-            weight_version=self.version,
+        Returns of every row the logits after its prompt `[B, V]`, where its tokens are `[B, width]`, the position of
+        its last token `[B, 1]`, and the cache.
+        """
+        number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        width = max(map(len, number))
+        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in number]
+        real = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in number]
+        tokens, attention = torch.tensor(padded, device=self.device), torch.tensor(real, device=self.device)
+        positions = (attention.cumsum(-1) - 1).clamp(min=0)
+        cache = DynamicCache()
+        logits = self._next_logits(tokens, attention, positions, cache)
+        rows = torch.tensor([number[prompt] for prompt in prompts], device=self.device)
+        if len(number) < len(prompts):
+            cache.batch_select_indices(rows)
+        return logits[rows], attention[rows], positions[rows, -1:], cache
+
+    def _next_logits(self, tokens: Tensor, attention: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """`[B, V]`: after the last of `tokens [B, n]`, which join the cache."""
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def _completion(self, written: Tensor, log_probs: Tensor, stopped_at: Tensor, late_at: Tensor) -> Completion:
+        """Of one row: up to where it stopped, or where its time was up before."""
+        stopped, late = int(stopped_at), int(late_at)
+        if stopped and not 0 < late < stopped:
+            length, status = stopped, Status.FINISHED
+        elif late and late < len(written):
+            length, status = late, Status.ABORTED
+        else:
+            length, status = len(written), Status.TRUNCATED
+        assert self.version is not None
+        return Completion(
+            token_ids=tuple(written[:length].tolist()),
+            log_probs=tuple(log_probs[:length].tolist()),
+            spans=(Span(0, length, self.version),),
+            status=status,
         )
 
     def _stop_tokens(self, params: SamplingParams) -> Tensor:

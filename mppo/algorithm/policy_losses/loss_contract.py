@@ -29,7 +29,7 @@ class PolicyInputs:
     segments: Segments
     rollout_is_weights: Tensor | None = None
     """Importance weights of the rollout correction. They multiply the token losses after the loss has returned them,
-    unless the loss is registered with `weighs_itself=True`."""
+    unless the loss is registered with `applies_importance_weights=True`."""
     rollout_log_probs: Tensor | None = None
     """The policy that generated."""
     ref_log_probs: Tensor | None = None
@@ -69,11 +69,11 @@ def anchor_statistics(x: PolicyInputs) -> dict[str, TokenStatistic]:
 
 
 POLICY_LOSSES: Registry[Callable[..., TokenLosses]] = Registry(
-    "policy loss", traits=("loss_agg_mode", "prepare", "weighs_itself")
+    "policy loss", traits=("loss_agg_mode", "prepare", "applies_importance_weights")
 )
 """`(PolicyInputs, config) -> TokenLosses`. Register with `config=` (dataclass of knobs), `loss_agg_mode=` (the paper's
 aggregation mode), and where needed `prepare=`, `(MiniBatchInputs, config) -> dict of [T]`, which sees the whole
-mini-batch before its training pass, and `weighs_itself=True`."""
+mini-batch before its training pass, and `applies_importance_weights=True`."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class PolicyLoss:
 
     name: str
     fn: Callable[[PolicyInputs], TokenLosses]
-    prepare: Callable[[MiniBatchInputs], dict[str, Tensor]] | None = None
+    prepare_fn: Callable[[MiniBatchInputs], dict[str, Tensor]] | None = None
     loss_agg_mode: str = "token-mean"
-    weighs_itself: bool = False
+    applies_importance_weights: bool = False
 
     def __call__(self, x: PolicyInputs) -> TokenLosses:
         """Token losses, importance weights included, with the metrics of the anchor.
@@ -92,21 +92,26 @@ class PolicyLoss:
         Raises ConfigError when the loss returns something else than one loss per token, and when what its `prepare`
         finds is missing.
         """
-        if self.prepare is not None and not x.prepared:
+        if self.needs_mini_batch and not x.prepared:
             raise ConfigError(
                 f"policy loss {self.name!r} needs what its prepare finds in the mini-batch: give PolicyInputs (or the"
-                " packed batch) prepared=loss.prepared(MiniBatchInputs(...))"
+                " packed batch) prepared=loss.prepare(MiniBatchInputs(...))"
             )
         result = self.fn(x)
         self._check(result, x.mask)
         loss = result.loss
-        if x.rollout_is_weights is not None and not self.weighs_itself:
+        if x.rollout_is_weights is not None and not self.applies_importance_weights:
             loss = loss * x.rollout_is_weights
         return replace(result, loss=loss, statistics=anchor_statistics(x) | result.statistics)
 
-    def prepared(self, x: MiniBatchInputs) -> dict[str, Tensor]:
+    @property
+    def needs_mini_batch(self) -> bool:
+        """Whether it has a `prepare` step."""
+        return self.prepare_fn is not None
+
+    def prepare(self, x: MiniBatchInputs) -> dict[str, Tensor]:
         """What the `prepare` of the loss finds in the mini-batch. Raises ConfigError for anything but `[T]` tensors."""
-        found = self.prepare(x)
+        found = self.prepare_fn(x)
         for name, value in found.items():
             if not isinstance(value, Tensor) or value.shape != x.mask.shape:
                 shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -140,7 +145,7 @@ def policy_loss(name: str, knobs: Mapping[str, Any] | None = None, where: str = 
     return PolicyLoss(
         name=name,
         fn=plugin.with_config(plugin.fn, config),
-        prepare=None if prepare is None else plugin.with_config(prepare, config),
+        prepare_fn=None if prepare is None else plugin.with_config(prepare, config),
         loss_agg_mode=traits.get("loss_agg_mode", "token-mean"),
-        weighs_itself=traits.get("weighs_itself", False),
+        applies_importance_weights=traits.get("applies_importance_weights", False),
     )

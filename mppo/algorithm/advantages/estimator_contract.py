@@ -19,8 +19,10 @@ class AdvantageInputs:
 
     rewards: Tensor
     """`[T]` token-level rewards, after shaping and any KL penalty."""
-    mask: Tensor
-    """`[T]`: positions that are actions; rewards stand there, also those of rejected actions."""
+    action_mask: Tensor
+    """`[T]` bool: positions that are actions; rewards stand there, also those of rejected actions."""
+    loss_mask: Tensor
+    """`[T]` bool: the actions whose losses count; group and batch statistics are over them."""
     segments: Segments
     groups: Tensor
     """`[S]` long: the prompt group of each trajectory, in `[0, num_groups)` over the *global* batch."""
@@ -31,8 +33,6 @@ class AdvantageInputs:
     values: Tensor | None = None
     """`[T]` the critic's predictions, for estimators registered with `critic=True`."""
     reduction: Reduction = WHOLE
-    kept: Tensor | None = None
-    """`[T]`: the actions that train, where some are rejected; None: all of them."""
     old_log_probs: Tensor | None = None
     """`[T]`: the PPO anchor."""
     sum_pi_squared: Tensor | None = None
@@ -45,19 +45,14 @@ class AdvantageInputs:
     """`[S]` each: the named parts that the reward function reported."""
 
     @property
-    def training(self) -> Tensor:
-        """`[T]`: the positions that group and batch statistics are over."""
-        return self.mask if self.kept is None else self.kept
-
-    @property
     def scores(self) -> Tensor:
         """`[S]`: the sum of all rewards of each trajectory, in float64."""
-        return self.segments.sum(self.rewards.double(), torch.ones_like(self.mask))
+        return self.segments.sum(self.rewards.double(), torch.ones_like(self.action_mask))
 
     @property
     def trains(self) -> Tensor:
         """`[S]` float64: 1 for a trajectory of which something trains, 0 for the others."""
-        return (self.segments.lengths(self.training) > 0).double()
+        return (self.segments.lengths(self.loss_mask) > 0).double()
 
     def per_group(self, x: Tensor) -> Tensor:
         """`[S] -> [num_groups]`: sum over the trajectories of each group of the global batch."""
@@ -71,7 +66,7 @@ class AdvantageInputs:
 
     def to_tokens(self, per_trajectory: Tensor) -> Tensor:
         """`[S] -> [T]`: one number for every action that trains, 0 elsewhere."""
-        return self.segments.expand(per_trajectory).to(self.rewards.dtype) * self.training
+        return self.segments.expand(per_trajectory).to(self.rewards.dtype) * self.loss_mask
 
 
 @dataclass(frozen=True)
@@ -119,17 +114,17 @@ class Estimator:
         if not isinstance(result, Advantages):
             raise ConfigError(f"advantage estimator {self.name!r} returned a {type(result).__name__}, not Advantages")
         for name, value in vars(result).items():
-            if value.shape != x.mask.shape:
+            if value.shape != x.action_mask.shape:
                 raise ConfigError(
                     f"advantage estimator {self.name!r} returned {name} of shape {list(value.shape)};"
-                    f" one number per token is needed, {list(x.mask.shape)}"
+                    f" one number per token is needed, {list(x.action_mask.shape)}"
                 )
         return result
 
     def check_finite(self, result: Advantages, x: AdvantageInputs) -> None:
         """Raise DataError that names a trajectory of this rank whose advantages or returns are not finite."""
         for name, value in vars(result).items():
-            broken = x.training & ~torch.isfinite(value)
+            broken = x.loss_mask & ~torch.isfinite(value)
             if bool(broken.any()):
                 place = int(x.indices[x.segments.ids[broken][0]])
                 raise DataError(
