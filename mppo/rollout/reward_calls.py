@@ -84,6 +84,10 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(FailureKind.RAISED, f"the function raised {type(error).__name__}: {error}{at}")
 
 
+def late(timeout_s: float) -> Failure:
+    return Failure(FailureKind.TIMED_OUT, f"the function was not done after reward.timeout_s={timeout_s:g} seconds")
+
+
 def outcomes_of(returned: Any, samples: list[Sample]) -> list[Outcome]:
     """Of what a function of a whole group returned."""
     if not isinstance(returned, Iterable) or isinstance(returned, (str, bytes, dict)):
@@ -131,7 +135,9 @@ def _reward_in(value: Any) -> Reward:
     if not isinstance(value, dict):
         return Reward(value)
     if "score" not in value:
-        raise _NoRewardError(_refused(f"a dictionary with {', '.join(map(repr, value)) or 'nothing'} in it, but no 'score'"))
+        raise _NoRewardError(
+            _refused(f"a dictionary without 'score'; it has {', '.join(map(str, value)) or 'nothing'}")
+        )
     parts = {name: part for name, part in value.items() if name not in ("score", "acc") and _is_number(part)}
     return Reward(value["score"], value.get("acc"), parts=parts)
 

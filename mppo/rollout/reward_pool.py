@@ -9,11 +9,11 @@ from multiprocessing.context import BaseContext
 from pebble import ProcessExpired, ProcessPool
 
 from mppo.errors import ConfigError, RewardError
-from mppo.rollout.reward_calls import CallResult, Failure, FailureKind, Outcome, call, prepare_worker
+from mppo.rollout.reward_calls import CallResult, Failure, FailureKind, Outcome, call, late, prepare_worker
 from mppo.rollout.rewards import RewardFunction, Sample
 
 TASK_SECONDS = 0.05
-"""Samples travel together as long as they are expected to take no longer than this: a task costs about a millisecond."""
+"""Samples travel together as long as they should take no longer than this; a task of its own costs a millisecond."""
 
 
 class RewardPool:
@@ -53,7 +53,9 @@ class RewardPool:
         """Start the workers, which otherwise happens with the first call."""
         if self._pool is None:
             context = _fork_server()
-            self._pool = ProcessPool(self.workers, initializer=prepare_worker, initargs=[self.function], context=context)
+            self._pool = ProcessPool(
+                self.workers, initializer=prepare_worker, initargs=[self.function], context=context
+            )
 
     def close(self) -> None:
         """End the workers, whatever they do."""
@@ -64,7 +66,8 @@ class RewardPool:
 
     def _samples_per_task(self) -> int:
         """One until it is known how long a call takes."""
-        return 1 if self._seconds_per_sample is None else max(1, int(TASK_SECONDS / (self._seconds_per_sample + 1e-6)))
+        known = self._seconds_per_sample
+        return 1 if known is None else max(1, int(TASK_SECONDS / max(known, 1e-6)))
 
     async def _each(self, samples: list[Sample]) -> list[Outcome]:
         """Where the task failed as a whole, its samples again, each by itself."""
@@ -86,13 +89,13 @@ class RewardPool:
             future = self._pool.schedule(call, args=(self.function, samples), timeout=self.timeout_s)
             result = await asyncio.wrap_future(future)
         except TimeoutError:
-            return Failure(FailureKind.TIMED_OUT, f"not done after reward.timeout_s={self.timeout_s:g} seconds")
+            return late(self.timeout_s)
         except ProcessExpired as error:
             return Failure(FailureKind.RAISED, f"its worker process died with exit code {error.exitcode}")
         except (BrokenProcessPool, RuntimeError) as error:
             raise RewardError(
-                f"reward.function={self.function.name}: the worker processes do not run ({error}); what ended them stands"
-                " on stderr, reward.workers=0 calls the function in this process"
+                f"reward.function={self.function.name}: the worker processes do not run ({error}); what ended them"
+                " stands on stderr, reward.workers=0 calls the function in this process"
             ) from error
         self._learn(result.seconds / len(samples))
         return result

@@ -10,9 +10,9 @@ from mppo.batch.trajectory import Judgement, Trajectory
 from mppo.config import RewardConfig
 from mppo.errors import RewardError
 from mppo.rollout.prompts import Prompt
-from mppo.rollout.reward_calls import Failure, FailureKind, Outcome, call, failure_of, outcome_of, outcomes_of
+from mppo.rollout.reward_calls import Failure, FailureKind, Outcome, call, failure_of, late, outcome_of, outcomes_of
 from mppo.rollout.reward_pool import RewardPool
-from mppo.rollout.rewards import Reward, RewardFunction, Sample
+from mppo.rollout.rewards import RewardFunction, Sample
 
 RECENT, ENOUGH = 1000, 100
 """The rate of failures is taken over the latest RECENT answers, once there are ENOUGH."""
@@ -100,9 +100,35 @@ class RewardWorkers:
     def _judgement(self, trajectory: Trajectory, sample: Sample, outcome: Outcome) -> Judgement:
         self._count(outcome)
         if isinstance(outcome, Failure):
-            self._refuse(f"{self._named(trajectory, sample)}: {outcome.message}", outcome)
+            self._refuse(self._named(trajectory, sample), outcome)
             score = self.config.error_score if self.config.on_error == "score" else None
             return Judgement(trajectory.uid, score, accuracy=0.0, parts={}, token_rewards=None)
         token_rewards = None if outcome.token_rewards is None else torch.tensor(outcome.token_rewards)
         accuracy = outcome.score if outcome.accuracy is None else outcome.accuracy
         return Judgement(trajectory.uid, outcome.score, accuracy, outcome.parts, token_rewards)
+
+    def _count(self, outcome: Outcome) -> None:
+        failed = isinstance(outcome, Failure)
+        self._recent.append(failed)
+        self._counts["samples"] += 1
+        self._counts["failures"] += failed
+        self._counts["timeouts"] += failed and outcome.kind == FailureKind.TIMED_OUT
+
+    def _refuse(self, where: str, failure: Failure) -> None:
+        """Raise RewardError where the run is not to go on without this reward."""
+        if failure.kind == FailureKind.REFUSED:
+            raise RewardError(f"{where}: {failure.message}")
+        if self.config.on_error == "raise":
+            raise RewardError(f"{where}: {failure.message}; reward.on_error=abstain leaves such answers out")
+        failed, judged = sum(self._recent), len(self._recent)
+        if judged >= ENOUGH and failed > self.config.max_failure_rate * judged:
+            raise RewardError(
+                f"{failed} of the latest {judged} answers got no reward, more than reward.max_failure_rate="
+                f"{self.config.max_failure_rate:g}; the last: {where}: {failure.message}"
+            )
+
+    def _named(self, trajectory: Trajectory, sample: Sample) -> str:
+        return (
+            f"reward {self.function.name!r} of {trajectory.uid}, prompt {sample.prompt[-200:]!r},"
+            f" answer {sample.response[:200]!r}"
+        )
