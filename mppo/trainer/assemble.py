@@ -19,8 +19,9 @@ from mppo.trainer.model_checks import check_models
 from mppo.trainer.reporter import Reporter, SilentReporter
 from mppo.trainer.roles import ReferenceRole, TrainableRole
 from mppo.trainer.run_spec import RunSpec, make_run_spec
+from mppo.weights.live_weights import LiveWeights
+from mppo.weights.load import load
 from mppo.weights.pretrained import PretrainedModel, open_critic, open_model
-from mppo.weights.transfer import Exporter, load
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Parts:
     actor: TrainableRole
     critic: TrainableRole | None
     reference: ReferenceRole | None
-    exporter: Exporter
+    weights: LiveWeights
+    """The actor's."""
     engine: RolloutEngine
     sampling: SamplingParams
     greedy: SamplingParams
@@ -72,7 +74,7 @@ def assemble(config: Config) -> Parts:
         actor=actor,
         critic=critic,
         reference=reference,
-        exporter=Exporter(actor.chunks, model.architecture, model.config, place),
+        weights=LiveWeights.of_chunks(actor.chunks, model.architecture, model.config, place),
         engine=_engine(config, model),
         sampling=_sampling(config, config.rollout.temperature),
         greedy=_sampling(config, 0.0),

@@ -26,7 +26,7 @@ from mppo.trainer.redistribution import balanced_mini_batches
 from mppo.trainer.replay import ReplayBuffer, Rollout
 from mppo.trainer.reporter import SampleLine
 from mppo.trainer.shaping import RunningMoments, add_to_outcomes, shape_outcomes, shaping_metrics, without_truncated
-from mppo.weights.transfer import save_hf
+from mppo.weights.export import export_hf
 
 
 def named_step(method: Callable) -> Callable:
@@ -92,9 +92,8 @@ class Trainer:
             if self.parts.val_prompts and (done == total or self._due(trainer.test_freq, done)):
                 accuracies["after"] = self.validate(done)
         if trainer.save_hf:
-            model = self.parts.model
             with self.parts.actor.awake():
-                save_hf(self.parts.exporter, model.hf_config, model.tokenizer, f"{trainer.out_dir}/hf")
+                export_hf(self.parts.weights, self.parts.model, f"{trainer.out_dir}/hf")
         reporter.finish(accuracies)
         return accuracies
 
@@ -358,7 +357,7 @@ class Trainer:
     def sync_weights(self, version: int) -> None:
         """Give the engine the actor's weights."""
         with self.parts.actor.awake():
-            self.parts.engine.update_weights(self.parts.exporter.export(), version)
+            self.parts.engine.update_weights(self.parts.weights, version)
 
     @named_step
     def validate(self, step: int) -> float:

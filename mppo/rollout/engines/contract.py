@@ -1,12 +1,10 @@
 """What every rollout engine does: token ids in, trajectories out, new weights taken in between."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from mppo.batch.trajectory import Trajectory
+from mppo.weights.live_weights import LiveWeights
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,6 @@ class RolloutEngine(Protocol):
         """Answer the requests of this rank, in order. Log-probs are temperature-scaled and ignore top-p and top-k."""
         ...
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take in whole Hugging Face tensors. Every rank goes through `tensors`, which is collective."""
+    def update_weights(self, weights: LiveWeights, version: int) -> None:
+        """Take in the trainer's weights, by a plan from their layout to the engine's own. Collective."""
         ...

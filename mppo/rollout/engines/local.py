@@ -1,6 +1,5 @@
 """The embedded engine: a transformers copy of the model generates in each trainer process, with a KV cache."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +11,9 @@ from mppo.errors import ModelError
 from mppo.rollout.engines.contract import Request, SamplingParams
 from mppo.rollout.engines.sampling import draw, uniforms
 from mppo.weights.fused import on_disk
+from mppo.weights.live_weights import LiveWeights
+from mppo.weights.transfer_plan import Layout, whole_tensors
+from mppo.weights.transports.point_to_point import PointToPoint
 
 
 class LocalEngine:
@@ -21,18 +23,25 @@ class LocalEngine:
         self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(device).eval()
         self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
         self.version = -1
+        self.transport = PointToPoint()
+        self.target: Layout | None = None
 
-    @torch.no_grad()
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Raises ModelError when the tensors are not exactly the model's."""
+    def update_weights(self, weights: LiveWeights, version: int) -> None:
+        """Raises ModelError when the tensors are not exactly the model's. Collective."""
         parameters = on_disk(self.model.named_parameters())
-        for name, tensor in tensors:
-            if name not in parameters:
-                raise ModelError(f"the local engine's model has no tensor {name}, or it came twice")
-            parameters.pop(name).copy_(tensor)
-        if parameters:
-            raise ModelError(f"the local engine did not receive {', '.join(sorted(parameters))}")
+        if unknown := weights.layout.tensors.keys() - parameters.keys():
+            raise ModelError(f"the local engine's model has no tensor {', '.join(sorted(unknown))}")
+        if missing := parameters.keys() - weights.layout.tensors.keys():
+            raise ModelError(f"the local engine did not receive {', '.join(sorted(missing))}")
+        self.transport.run(weights.plan_for(self._target(weights)), weights, parameters)
         self.version = version
+
+    def _target(self, weights: LiveWeights) -> Layout:
+        """All tensors on every rank; made once, since the plan is kept by it."""
+        if self.target is None:
+            names = {rank: list(weights.layout.tensors) for rank in weights.layout.holdings}
+            self.target = whole_tensors(weights.layout.tensors, names, self.model.dtype)
+        return self.target
 
     @torch.no_grad()
     def generate(self, requests: list[Request], params: SamplingParams) -> list[Trajectory]:
