@@ -25,8 +25,9 @@ from mppo.trainer.reporter import Reporter, SilentReporter
 from mppo.trainer.roles import ReferenceRole, TrainableRole
 from mppo.trainer.run import Records, Roles, Rollouts, Run
 from mppo.trainer.run_spec import RunSpec, make_run_spec
+from mppo.weights.live_weights import LiveWeights
+from mppo.weights.load import load
 from mppo.weights.pretrained import PretrainedModel, open_critic, open_model
-from mppo.weights.transfer import Exporter, load
 
 
 def assemble(config: Config) -> Run:
@@ -117,7 +118,7 @@ def _rollouts(
         stream=PromptStream(train, config.trainer.seed if config.data.shuffle else None),
         buffer=Buffer(gather_from_all, partial(_differs, filtering.metric) if filtering.enable else None),
         held_out={} if held_out is None else {number: held_out[number] for number in range(len(held_out))},
-        weights=Exporter(actor.chunks, model.architecture, model.config, place),
+        weights=LiveWeights.of_chunks(actor.chunks, model.architecture, model.config, place),
     )
 
 

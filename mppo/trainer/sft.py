@@ -22,6 +22,7 @@ from mppo.trainer.metrics import MeanOverUpdates
 from mppo.trainer.redistribution import balanced_mini_batches, distribute
 from mppo.trainer.run_spec import RunSpec, make_run_spec
 from mppo.weights.export import export_hf
+from mppo.weights.live_weights import LiveWeights
 from mppo.weights.pretrained import PretrainedModel, open_model
 
 UNREAD = ("rollout", "reward", "algorithm", "critic", "ref")
@@ -56,8 +57,10 @@ class SupervisedTrainer:
             loss = self.token_loss(self.batch(prompts, trainer.total_training_steps))
             reporter.note(f"held-out loss per token: {loss:.4f}")
         if trainer.save_hf:
+            architecture, numbers = self.model.architecture, self.model.config
+            weights = LiveWeights.of_chunks(self.actor.chunks, architecture, numbers, self.topology)
             with self.actor.onloaded_weights():
-                export_hf(self.actor.chunks, self.model, self.topology, f"{trainer.out_dir}/hf")
+                export_hf(weights, self.model, f"{trainer.out_dir}/hf")
         reporter.finish({})
         return loss
 

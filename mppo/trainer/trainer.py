@@ -30,7 +30,7 @@ from mppo.trainer.reporter import SampleLine
 from mppo.trainer.run import Run
 from mppo.trainer.run_spec import Anchor
 from mppo.trainer.shaping import RunningMoments
-from mppo.weights.transfer import save_hf
+from mppo.weights.export import export_hf
 
 T = TypeVar("T")
 
@@ -317,9 +317,8 @@ class Trainer:
 
     def export(self) -> None:
         """The actor as a Hugging Face folder."""
-        model = self.run.model
         with self.run.roles.actor.onloaded_weights():
-            save_hf(self.run.rollouts.weights, model.hf_config, model.tokenizer, f"{self.config.trainer.out_dir}/hf")
+            export_hf(self.run.rollouts.weights, self.run.model, f"{self.config.trainer.out_dir}/hf")
 
     @named_step
     def validate(self) -> float:
