@@ -20,7 +20,7 @@ from mppo.megatron.collectives import (
 )
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
 from mppo.rollout.buffer import Taken
-from mppo.rollout.rewards import check_parts
+from mppo.rollout.reward_workers import check_parts
 from mppo.trainer.advantage_pipeline import AdvantagePipeline
 from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
 from mppo.trainer.current_policy_fields import CurrentPolicyFields

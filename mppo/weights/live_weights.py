@@ -71,7 +71,7 @@ def local_parameters(
 class LiveWeights:
     """This rank's tensors, and the layout of all ranks'. Plans are made once for each target.
 
-    The tensors are the parameters themselves: whoever reads them has them on the device (`Role.awake`).
+    The tensors are the parameters themselves: whoever reads them has them on the device (`Role.onloaded_weights`).
     """
 
     layout: Layout
