@@ -1,4 +1,4 @@
-"""`mppo train`, `mppo sft`, `mppo plan`, `mppo check-loss`: every bad input ends in one line that says what to change."""
+"""The commands of `mppo`: every bad input ends in one line that says what to change."""
 
 import argparse
 import os
