@@ -26,3 +26,11 @@ class TrainingError(MppoError, ArithmeticError):
 
 class RewardError(MppoError, ValueError):
     """A reward function raised, or returned something that is not a finite number."""
+
+
+class EngineError(MppoError, RuntimeError):
+    """A rollout engine cannot answer: it has no weights, an update failed, or it does not answer in time."""
+
+
+class RankError(MppoError, RuntimeError):
+    """Another rank failed, with an error of its own that it shows."""

@@ -1,5 +1,6 @@
 """Where prompts come from, how they are answered, and what an answer is worth."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +114,19 @@ class RewardConfig:
     """A registered reward, or `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Knobs of the reward function."""
+    workers: int = 4
+    """Processes of each rank that drives rollouts, in which the function runs beside generation. 0: in the trainer's
+    own process, for debugging; there nothing ends a plain function at its deadline. `async` functions run in the
+    trainer's event loop in any case."""
+    timeout_s: float = 60.0
+    """Seconds that one call of the function may take."""
+    on_error: str = "raise"
+    """What becomes of an answer for which the function raises, is late, or returns None or a number that is not finite:
+    `raise` ends the run, `abstain` leaves the answer out, `score` gives it `error_score`."""
+    error_score: float | None = None
+    """The score of such an answer, with on_error=score."""
+    max_failure_rate: float = 0.5
+    """More failures than this share of the latest 1,000 answers end the run, with on_error=abstain and score."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     running_normalization: bool = False
     """Subtract the mean and divide by the deviation of all outcomes of the run so far, this step's included."""
@@ -120,7 +134,21 @@ class RewardConfig:
     """The shaped outcome stays in [-clip, clip]; null: no bound."""
 
     def __post_init__(self):
-        positive("reward", clip=self.clip)
+        positive("reward", clip=self.clip, timeout_s=self.timeout_s)
+        not_negative("reward", workers=self.workers)
+        one_of("reward.on_error", self.on_error, ("raise", "abstain", "score"))
+        if self.on_error == "score" and self.error_score is None:
+            raise ConfigError("reward.on_error=score needs reward.error_score")
+        if self.on_error != "score" and self.error_score is not None:
+            raise ConfigError(f"reward.error_score has no effect with reward.on_error={self.on_error}")
+        if self.error_score is not None and not math.isfinite(self.error_score):
+            raise ConfigError(f"reward.error_score is {self.error_score}; it must be finite")
+        if not 0 < self.max_failure_rate <= 1:
+            raise ConfigError(f"reward.max_failure_rate is {self.max_failure_rate}; it must be in (0, 1]")
+        if self.on_error == "raise" and self.max_failure_rate != 0.5:
+            raise ConfigError(
+                "reward.max_failure_rate has no effect with reward.on_error=raise: one failure ends the run"
+            )
 
     @property
     def shapes(self) -> bool:

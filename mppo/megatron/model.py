@@ -20,6 +20,7 @@ from mppo.megatron import platform
 from mppo.megatron.layers import decoder_spec, groups_experts, uses_transformer_engine
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.profiling import RangeTimers
+from mppo.megatron.stage_layers import megatron_layout
 from mppo.megatron.topology import virtual_pipeline
 
 
@@ -56,6 +57,7 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_layout=megatron_layout(model, parallel),
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         **_expert_settings(model, parallel, dtype),

@@ -53,7 +53,7 @@ class Buffer:
     """
 
     def __init__(self, gather: GatherNumbers, admits: Callable[[Group], bool] | None = None):
-        self._gather, self._admits = gather, admits
+        self.gather, self._admits = gather, admits
         self._ready: dict[int, Group] = {}
         self._silent: dict[int, Group] = {}
 
@@ -81,7 +81,7 @@ class Buffer:
         return Taken(groups, len(silent), len(filling), len(ready) - len(chosen))
 
     def _numbers(self) -> list[tuple[list[int], list[int]]]:
-        return self._gather((list(self._ready), list(self._silent)))
+        return self.gather((list(self._ready), list(self._silent)))
 
     def state_dict(self) -> dict[str, Any]:
         """The groups of this rank that are ready."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mppo.batch.trajectory import Answer, Judgement, Purpose, Status, Trajectory, TrajectoryId
+from mppo.errors import EngineError
 from mppo.rollout.agents.session import Agent, Session
 from mppo.rollout.buffer import Buffer, Group
-from mppo.rollout.engines.contract import EngineError, RolloutEngine, SamplingParams
+from mppo.rollout.engines.contract import RolloutEngine, SamplingParams
 from mppo.rollout.prompts import Prompt, PromptStream
 from mppo.rollout.reward_workers import RewardWorkers
 

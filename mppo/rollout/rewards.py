@@ -1,153 +1,90 @@
-"""Rewards by name: plain callables from a sample to a number."""
+"""What a reward function sees and what it may return, and reward functions by name.
 
-import math
+Reward functions run in worker processes, so neither this module nor `mppo.rollout.tasks` imports torch.
+"""
+
+import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
-import torch
-
-from mppo.batch.trajectory import Trajectory
-from mppo.errors import ConfigError, RewardError
+from mppo.errors import ConfigError
 from mppo.registry import Registry
-from mppo.rollout.prompts import Prompt
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward function sees."""
+    """One answer, as a reward function sees it."""
 
     prompt: str
     response: str
+    """The text of the model's own tokens: without the prompt, without what tools or an environment wrote."""
     ground_truth: Any
     fields: dict[str, Any]
     """The row that the prompt came from."""
-    trajectory: Trajectory
+    token_ids: tuple[int, ...]
+    """`[L]`: the trajectory, prompt included."""
+    action_mask: tuple[bool, ...]
+    """`[L]`: which of its tokens the model wrote."""
+    prompt_number: int = 0
+    """Number of the prompt in the run; it only grows, epoch after epoch."""
+
+    @property
+    def action_count(self) -> int:
+        """Tokens that the model wrote."""
+        return sum(self.action_mask)
 
 
 @dataclass(frozen=True)
 class Reward:
-    """What it may return instead of a number."""
+    """What a reward function may return instead of a number."""
 
     score: float
     accuracy: float | None = None
     """What validation reports; None: the score."""
     token_rewards: list[float] | None = None
-    """One for each token of the trajectory, in addition to the score at the last action."""
+    """`[L]`: one for each token of the trajectory, in addition to the score at the last action."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts, reported as metrics."""
 
 
-RewardFunction = Callable[..., float | Reward]
-REWARDS: Registry[RewardFunction] = Registry("reward")
+REWARDS: Registry[Callable] = Registry("reward", traits=("batch", "packages"))
+"""Reward functions by name.
+
+A function takes a Sample and returns a number, a Reward, or a dictionary with `score`; it may be `async`.
+`batch=True` (for an import path: an attribute `batch` of the function) says that it takes the list of samples of one
+group and returns a list as long. `packages` names the packages that it imports when it is called, which worker
+processes then import before the first deadline runs.
+"""
 
 
 @dataclass(frozen=True)
-class ExactMatchConfig:
-    first_line: bool = False
-    """Compare only the first line of the answer."""
-    ignore_case: bool = False
+class RewardFunction:
+    """A reward function with its options given, and how it is to be called."""
+
+    name: str
+    call: Callable
+    """`(Sample)`, or `(list[Sample])` where `batch` is set."""
+    batch: bool = False
+    packages: tuple[str, ...] = ()
+
+    @property
+    def is_async(self) -> bool:
+        function = inspect.unwrap(getattr(self.call, "func", self.call))  # of a partial: the function itself
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-@REWARDS.register("exact_match", config=ExactMatchConfig)
-def exact_match(sample: Sample, config: ExactMatchConfig) -> float:
-    """1 when the answer, stripped, is the ground truth."""
-    given, wanted = sample.response.strip(), str(sample.ground_truth).strip()
-    if config.first_line:
-        given = given.partition("\n")[0].strip()
-    if config.ignore_case:
-        given, wanted = given.lower(), wanted.lower()
-    return float(given == wanted)
+def reward_function(name: str, options: dict[str, Any]) -> RewardFunction:
+    """The reward of a registered name or an import path.
 
-
-@REWARDS.register("math_verify")
-def math_verify(sample: Sample) -> float:
-    """1 when math-verify finds the answer mathematically equal to the ground truth."""
-    from math_verify import parse, verify
-
-    wanted = parse(f"${sample.ground_truth}$", parsing_timeout=None)
-    return float(verify(wanted, parse(sample.response, parsing_timeout=None), timeout_seconds=None))
-
-
-@REWARDS.register("reasoning_gym")
-def reasoning_gym(sample: Sample) -> float:
-    """The score of reasoning-gym's own scorer for the data set that the entry came from."""
-    from reasoning_gym import get_score_answer_fn
-
-    entry = sample.ground_truth
-    return float(get_score_answer_fn(entry["metadata"]["source_dataset"])(sample.response.strip(), entry))
-
-
-@REWARDS.register("class")
-def character_class(sample: Sample) -> float:
-    """Share of characters of the class asked for."""
-    belongs = str.isdigit if sample.ground_truth == "d" else str.isalpha
-    return sum(belongs(c) for c in sample.response) / max(sample.trajectory.actions, 1)
-
-
-@REWARDS.register("offset")
-def offset(sample: Sample) -> Reward:
-    """Share of digits copied right, plus a third of the prompt's shift; accurate when all are right."""
-    wanted = sample.ground_truth
-    right = sum(sample.response[i : i + 1] == digit for i, digit in enumerate(wanted)) / len(wanted)
-    return Reward(right + sample.fields["shift"] / 3, accuracy=float(sample.response == wanted))
-
-
-def score(
-    function: RewardFunction, trajectories: list[Trajectory], prompts: dict[int, Prompt], tokenizer: Any
-) -> list[float]:
-    """Give every trajectory its reward, in place; returns their accuracies. `prompts` are by group.
-
-    Raises RewardError that names the sample when the function raises or returns what is not a finite number.
+    Raises ConfigError for an unknown name, an option that it does not read, and a package that is missing.
     """
-    accuracies = []
-    for trajectory in trajectories:
-        prompt = prompts[trajectory.group]
-        response = tokenizer.decode(trajectory.tokens[len(prompt.ids) :], skip_special_tokens=True)
-        sample = Sample(prompt.text, response, prompt.ground_truth, prompt.fields, trajectory)
-        reward = _checked(function, sample)
-        trajectory.reward = float(reward.score)
-        trajectory.parts = {name: float(value) for name, value in reward.parts.items()}
-        if reward.token_rewards is not None:
-            trajectory.token_rewards = torch.tensor(reward.token_rewards, dtype=torch.float32)
-        trajectory.accuracy = float(reward.score if reward.accuracy is None else reward.accuracy)
-        accuracies.append(trajectory.accuracy)
-    return accuracies
-
-
-def check_parts(trajectories: list[Trajectory], keys: tuple[str, ...]) -> None:
-    """Raise RewardError for a trajectory without one of the named parts of the reward that the estimator reads."""
-    for trajectory in trajectories:
-        for key in keys:
-            if key not in trajectory.parts:
-                reported = ", ".join(sorted(trajectory.parts)) or "none"
-                raise RewardError(
-                    f"trajectory {trajectory.index}: the reward function reported no part {key!r}, which"
-                    f" algorithm.adv_options names; it reported {reported}"
-                )
-
-
-def _checked(function: RewardFunction, sample: Sample) -> Reward:
-    where = (
-        f"reward of trajectory {sample.trajectory.index}, prompt {sample.prompt[-200:]!r},"
-        f" answer {sample.response[:200]!r}"
-    )
-    try:
-        result = function(sample)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise RewardError(f"{where}: the function raised {type(error).__name__}: {error}") from error
-    reward = result if isinstance(result, Reward) else Reward(result)
-    named = {"score": reward.score, **reward.parts}
-    if reward.accuracy is not None:
-        named["accuracy"] = reward.accuracy
-    for name, value in named.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise RewardError(f"{where}: the function returned {value!r} as {name}; a finite number is needed")
-    if reward.token_rewards is not None:
-        given, wanted = len(reward.token_rewards), len(sample.trajectory)
-        if given != wanted or not all(math.isfinite(x) for x in reward.token_rewards):
-            raise RewardError(f"{where}: token_rewards must be {wanted} finite numbers, one per token; got {given}")
-    return reward
+    plugin = REWARDS.get(name)
+    traits = plugin.traits or {}
+    packages = tuple(traits.get("packages", ()))
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"reward.function={name} needs the package {package.replace('_', '-')}; install it")
+    batch = bool(traits.get("batch", getattr(plugin.fn, "batch", False)))
+    return RewardFunction(name, plugin.bind(options, "reward.options"), batch, packages)

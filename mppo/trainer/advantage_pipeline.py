@@ -40,9 +40,9 @@ class AdvantagePipeline:
         with fail_together():
             self.spec.estimator.check_finite(result, inputs)
         batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
-        self.metrics |= batch_metrics(batch.packed, self.reduction)
+        self.metrics.update(batch_metrics(batch.packed, self.reduction))
         if self.spec.anchor(len(batch.table)) is Anchor.OWN_PASS:
-            self.metrics |= mismatch_metrics(batch.packed, self.reduction)
+            self.metrics.update(mismatch_metrics(batch.packed, self.reduction))
         if self.spec.estimator.groups:
             self.metrics["advantage/groups_of_one"] = float(groups_of_one(inputs))
         if (values := batch.packed.get("values")) is not None:
@@ -69,7 +69,7 @@ class AdvantagePipeline:
             packed["old_log_probs"], packed["rollout_log_probs"], packed.loss_mask, packed.segments, self.reduction
         )
         result = correct(inputs, correction)
-        self.metrics |= result.metrics
+        self.metrics.update(result.metrics)
         if correction.rollout_rs is not None:
             batch = batch.keeping(result.kept, self.reduction)
         return batch.with_fields(rollout_is_weights=result.importance_weights)
@@ -80,7 +80,7 @@ class AdvantagePipeline:
         if not reward.shapes:
             return batch
         shaped = shape_outcomes(table, reward, self.spec.config.data.max_response_length, self.moments)
-        self.metrics |= shaping_metrics(shaped, reward, self.moments)
+        self.metrics.update(shaping_metrics(shaped, reward, self.moments))
         changes = [after - before for after, before in zip(shaped, table.outcomes, strict=True)]
         return batch.with_fields(rewards=add_to_outcomes(batch.packed, changes))
 
@@ -101,6 +101,6 @@ class AdvantagePipeline:
         means = packed.segments.mean(kl.double(), packed.loss_mask)
         total, count = self.reduction.sum(torch.stack([means[trains].sum(), trains.sum().double()])).tolist()
         current = total / max(count, 1.0)
-        self.metrics |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
+        self.metrics.update({"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta})
         self.kl_controller.update(current, int(count))
         return batch.with_fields(rewards=packed["rewards"] - beta * kl)

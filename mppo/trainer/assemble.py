@@ -25,8 +25,9 @@ from mppo.trainer.reporter import Reporter, SilentReporter
 from mppo.trainer.roles import ReferenceRole, TrainableRole
 from mppo.trainer.run import Records, Roles, Rollouts, Run
 from mppo.trainer.run_spec import RunSpec, make_run_spec
+from mppo.weights.live_weights import LiveWeights
+from mppo.weights.load import load
 from mppo.weights.pretrained import PretrainedModel, open_critic, open_model
-from mppo.weights.transfer import Exporter, load
 
 
 def assemble(config: Config) -> Run:
@@ -36,8 +37,7 @@ def assemble(config: Config) -> Run:
     model = open_model(config.model, config.trainer.seed)
     critic_model = None if spec.critic is None else open_critic(config.critic, model)
     check_models(spec, model.config, None if critic_model is None else critic_model.config)
-    train = _prompts(config.data.train, "data.train", config, model)
-    held_out = _prompts(config.data.val, "data.val", config, model) if config.data.val.given else None
+    train, held_out = read_prompts(config, model)
 
     place = topology.initialize(config.parallel, config.trainer.seed)
     roles = _roles(spec, model, critic_model, place)
@@ -47,24 +47,35 @@ def assemble(config: Config) -> Run:
         model=model,
         roles=roles,
         rollouts=_rollouts(spec, model, roles.actor, train, held_out, place),
-        records=_records(config, place),
+        records=records(config, place),
     )
 
 
-def _prompts(source: PromptSource, where: str, config: Config, model: PretrainedModel) -> PromptSet:
-    return load_prompts(source, where, config.data, model.tokenizer, model.config.vocab_size)
+def read_prompts(config: Config, model: PretrainedModel) -> tuple[PromptSet, PromptSet | None]:
+    """Those to train on, and where they are given those that are held out."""
+
+    def read(source: PromptSource, where: str) -> PromptSet:
+        return load_prompts(source, where, config.data, model.tokenizer, model.config.vocab_size)
+
+    val = config.data.val
+    return read(config.data.train, "data.train"), read(val, "data.val") if val.given else None
 
 
 def _roles(spec: RunSpec, model: PretrainedModel, critic: PretrainedModel | None, place: Topology) -> Roles:
     config = spec.config
-    actor_chunks = _loaded_chunks(config, model, place)
-    reference = None
-    actor = TrainableRole(actor_chunks, place, config.actor.optim, model.dtype, config.actor.placement)
+    actor, reference = build_actor(spec, model, place), None
     critic_role = None if critic is None else _critic(spec, critic, place)
     if config.need_reference:
         reference = ReferenceRole(_loaded_chunks(config, model, place), place, config.ref.placement)
     head = PolicyHead(model.config.vocab_size, config.rollout.temperature, place.tp_group)
     return Roles(actor, critic_role, reference, head)
+
+
+def build_actor(spec: RunSpec, model: PretrainedModel, place: Topology) -> TrainableRole:
+    """The actor with its initial weights."""
+    config = spec.config.actor
+    chunks = _loaded_chunks(spec.config, model, place)
+    return TrainableRole(chunks, place, config.optim, model.dtype, config.placement)
 
 
 def _loaded_chunks(config: Config, model: PretrainedModel, place: Topology) -> list[torch.nn.Module]:
@@ -107,7 +118,7 @@ def _rollouts(
         stream=PromptStream(train, config.trainer.seed if config.data.shuffle else None),
         buffer=Buffer(gather_from_all, partial(_differs, filtering.metric) if filtering.enable else None),
         held_out={} if held_out is None else {number: held_out[number] for number in range(len(held_out))},
-        weights=Exporter(actor.chunks, model.architecture, model.config, place),
+        weights=LiveWeights.of_chunks(actor.chunks, model.architecture, model.config, place),
     )
 
 
@@ -152,7 +163,8 @@ ENGINES = {"local": _local_engine}
 """By `rollout.engine`."""
 
 
-def _records(config: Config, place: Topology) -> Records:
+def records(config: Config, place: Topology) -> Records:
+    """What this rank writes down; the first rank reports."""
     out_dir, steps = config.trainer.out_dir, config.trainer.total_training_steps
     reporter = Reporter(out_dir, steps) if place.rank == 0 else SilentReporter()
     return Records(reporter, Checkpoints(out_dir, config.trainer.resume))

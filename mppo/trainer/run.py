@@ -6,12 +6,12 @@ from mppo.megatron.head import PolicyHead
 from mppo.megatron.topology import Topology
 from mppo.rollout.buffer import Buffer
 from mppo.rollout.collector import Collector
-from mppo.rollout.engines.contract import WeightSource
 from mppo.rollout.prompts import Prompt, PromptStream
 from mppo.trainer.checkpoints import Checkpoints
 from mppo.trainer.reporter import SilentReporter
 from mppo.trainer.roles import ReferenceRole, TrainableRole
 from mppo.trainer.run_spec import RunSpec
+from mppo.weights.live_weights import LiveWeights
 from mppo.weights.pretrained import PretrainedModel
 
 
@@ -35,8 +35,8 @@ class Rollouts:
     buffer: Buffer
     held_out: dict[int, Prompt]
     """Prompts of validation; none where there is no validation."""
-    weights: WeightSource
-    """The actor's, for the engine."""
+    weights: LiveWeights
+    """The actor's."""
 
     def update_weights(self, version: int) -> None:
         """Give the engine the actor's weights under this version. Collective."""

@@ -1,6 +1,5 @@
 """What a configuration resolves to: plugins found, defaults decided, contradictions refused. Launches nothing."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -16,8 +15,8 @@ from mppo.algorithm.rollout_correction import RolloutCorrectionConfig, rollout_c
 from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import ActorConfig, Config, CriticConfig, ParallelConfig
 from mppo.errors import ConfigError
-from mppo.rollout.generators import GENERATORS
-from mppo.rollout.rewards import REWARDS
+from mppo.rollout.rewards import RewardFunction
+from mppo.rollout.tasks import GENERATORS, reward_function
 from mppo.trainer.idle_fields import find_warnings, refuse_idle_fields
 
 
@@ -67,7 +66,7 @@ class RunSpec:
     estimator: Estimator
     policy_loss: PolicyLoss
     correction: RolloutCorrectionConfig
-    reward: Callable
+    reward: RewardFunction
     actor: UpdateSettings
     critic: UpdateSettings | None
     critic_parallel: ParallelConfig | None
@@ -128,7 +127,6 @@ def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
     loss = _policy_loss(config.actor.policy_loss, correction)
     probe(loss)
     estimator = make_estimator(algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
-    reward = REWARDS.get(config.reward.function)
     actor = _actor_settings(config, loss.loss_agg_mode, correction.denominator)
     critic = _critic_settings(config, actor) if estimator.critic else None
     _check_names(config, actor)
@@ -139,7 +137,7 @@ def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
         estimator=estimator,
         policy_loss=loss,
         correction=correction,
-        reward=reward.bind(config.reward.options, "reward.options"),
+        reward=reward_function(config.reward.function, config.reward.options),
         actor=actor,
         critic=critic,
         critic_parallel=config.critic.parallel.within(config.parallel) if critic else None,

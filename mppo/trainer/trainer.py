@@ -20,7 +20,7 @@ from mppo.megatron.collectives import (
 )
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
 from mppo.rollout.buffer import Taken
-from mppo.rollout.rewards import check_parts
+from mppo.rollout.reward_workers import check_parts
 from mppo.trainer.advantage_pipeline import AdvantagePipeline
 from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
 from mppo.trainer.current_policy_fields import CurrentPolicyFields
@@ -30,7 +30,7 @@ from mppo.trainer.reporter import SampleLine
 from mppo.trainer.run import Run
 from mppo.trainer.run_spec import Anchor
 from mppo.trainer.shaping import RunningMoments
-from mppo.weights.transfer import save_hf
+from mppo.weights.export import export_hf
 
 T = TypeVar("T")
 
@@ -317,9 +317,8 @@ class Trainer:
 
     def export(self) -> None:
         """The actor as a Hugging Face folder."""
-        model = self.run.model
         with self.run.roles.actor.onloaded_weights():
-            save_hf(self.run.rollouts.weights, model.hf_config, model.tokenizer, f"{self.config.trainer.out_dir}/hf")
+            export_hf(self.run.rollouts.weights, self.run.model, f"{self.config.trainer.out_dir}/hf")
 
     @named_step
     def validate(self) -> float:

@@ -40,8 +40,9 @@ from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import for_rank
 from mppo.weights.fused import on_disk
+from mppo.weights.live_weights import local_parameters
+from mppo.weights.load import load
 from mppo.weights.pretrained import PretrainedModel, open_model
-from mppo.weights.transfer import load, local_parameters
 from tests.distributed.dense_reference import (
     CLIP,
     DUAL_CLIP,
@@ -255,14 +256,10 @@ class Comparison:
         errors = []
         for local in local_parameters(chunks, self.model.architecture, self.critic):
             difference = (local.tensor.main_grad - local.tensor.data).abs().max().item()
-            of_tensor = expected.largest(self._sources(local)) or of_model  # 0: an expert that no token went to
+            of_tensor = expected.largest(local.hf_names) or of_model  # 0: an expert that no token went to
             errors.append((difference / of_model, difference / of_tensor))
         by_model, by_tensor = zip(*errors, strict=True)
         return {"gradient": largest(by_model), "gradient_by_tensor": largest(by_tensor)}
-
-    def _sources(self, local) -> list[str]:
-        tied = "lm_head.weight" in local.hf_names and self.model.config.tie_word_embeddings
-        return ["model.embed_tokens.weight"] if tied else local.hf_names
 
 
 def trajectories(dense: DenseBatch) -> list[Trajectory]:

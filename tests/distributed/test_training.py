@@ -206,7 +206,7 @@ def test_a_token_budget_is_hard_and_names_what_breaks_it(tmp_path):
     ("overrides", "said"),
     [
         (layout(4, 1), "2 processes cannot be cut into TP 4 x PP 1"),
-        (layout(1, 2, "model.preset_options={num_hidden_layers: 3}"), "does not divide the model's 3 layers"),
+        (layout(1, 2, "model.preset_options={num_hidden_layers: 1}"), "more than the 1 of the model's 1 layers"),
         (layout(2, 1, "model.preset_options={num_attention_heads: 1}"), "divide the model's 1 attention heads"),
         (layout(1, 1, "model.preset=null", "model.path=nowhere"), "model.path=nowhere: no such folder"),
         (layout(1, 1, "reward.function=tests.distributed.test_training:not_a_number"), "returned nan"),

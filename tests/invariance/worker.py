@@ -36,11 +36,13 @@ from mppo.trainer.batches import MiniBatch, StepBatch, cut_mini_batch
 from mppo.trainer.preparation import with_prepared
 from mppo.trainer.roles import TrainableRole
 from mppo.trainer.run_spec import UpdateSettings
+from mppo.weights.live_weights import LiveWeights, local_parameters
+from mppo.weights.load import load
 from mppo.weights.pretrained import PretrainedModel, open_model
-from mppo.weights.transfer import Exporter, load, local_parameters
 from tests.distributed.dense_reference import NORM, random_batch
 from tests.distributed.hook_worker import Gradients, trajectories
 from tests.distributed.model_folders import VOCABULARY
+from tests.distributed.whole_model import whole_copy
 from tests.invariance.matrix import CUTS, FOLDERS, KNOBS, Case, parallel_config
 from tests.unit.samples import table_of
 
@@ -141,9 +143,9 @@ class Bench:
         pairs = zip(self._parameters(self.mirror), self._parameters(self.role.chunks), strict=True)
         for mirrored, own in pairs:
             mirrored.data.copy_(own.main_grad if what == "gradients" else own.data)
-        exporter = Exporter(self.mirror, self.model.architecture, self.model.config, self.topology,
-                            value_head=self.critic)  # fmt: skip
-        return {name: tensor.clone() for name, tensor in exporter.export()}
+        weights = LiveWeights.of_chunks(self.mirror, self.model.architecture, self.model.config, self.topology,
+                                        value_head=self.critic)  # fmt: skip
+        return whole_copy(weights)
 
     def _parameters(self, chunks) -> list[Tensor]:
         return [p.tensor for p in local_parameters(chunks, self.model.architecture, self.critic)]

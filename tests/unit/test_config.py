@@ -243,8 +243,10 @@ def field_paths(schema, where=""):
 
 
 def test_every_field_is_read_by_code_that_names_its_group():
-    """No dead knobs: each leaf of the typed configuration is read as an attribute outside mppo/config, but for the limits
-    of micro-batches, which the test above looks at."""
+    """No dead knobs: each leaf of the typed configuration is read as an attribute outside mppo/config.
+
+    Left out are the limits of micro-batches, which a test of their own looks at.
+    """
     package = default_config_dir().parent / "mppo"
     sources = "\n".join(p.read_text() for p in package.rglob("*.py") if p.parent.name != "config")
     short = {"config": ["config", "cfg"], "optim": ["config", "optim"], "overlong_buffer": ["buffer"]}

@@ -6,6 +6,7 @@ import torch
 from mppo.errors import ModelError
 from mppo.rollout.engines.contract import Request, SamplingParams
 from mppo.rollout.engines.local import LocalEngine
+from mppo.weights.live_weights import LiveWeights
 from mppo.weights.presets import PRESETS
 
 pytestmark = pytest.mark.unit
@@ -73,10 +74,19 @@ def test_no_requests_give_no_trajectories(engine):
 
 
 def test_weights_must_be_complete(engine):
-    tensors = [(n, p.detach().clone()) for n, p in engine.model.named_parameters()]
-    engine.update_weights(tensors, version=3)
+    tensors = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
+    engine.update_weights(LiveWeights.of_tensors(tensors), version=3)
     assert engine.generate(requests(), SamplingParams(1))[0].weight_version == 3
-    with pytest.raises(ModelError, match=tensors[-1][0]):
-        engine.update_weights(tensors[:-1], version=4)
+    last = list(tensors)[-1]
+    with pytest.raises(ModelError, match=f"did not receive {last}"):
+        engine.update_weights(LiveWeights.of_tensors({n: t for n, t in tensors.items() if n != last}), version=4)
     with pytest.raises(ModelError, match="no tensor nonsense"):
-        engine.update_weights([("nonsense", torch.zeros(1))], version=4)
+        engine.update_weights(LiveWeights.of_tensors(tensors | {"nonsense": torch.zeros(1)}), version=4)
+
+
+def test_new_weights_are_those_given(engine):
+    """Each update makes its plan for the weights it is given."""
+    for value in (0.5, 0.25):
+        tensors = {n: torch.full_like(p, value) for n, p in engine.model.named_parameters()}
+        engine.update_weights(LiveWeights.of_tensors(tensors), version=4)
+        assert all((p == value).all() for p in engine.model.parameters())

@@ -3,14 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from mppo.batch.trajectory import Span, Status, TrajectoryId
-from mppo.errors import MppoError
-
-
-class EngineError(MppoError, RuntimeError):
-    """A rollout engine cannot answer: it has no weights, an update failed, or it does not answer in time."""
+from mppo.weights.live_weights import LiveWeights
 
 
 @dataclass(frozen=True)
@@ -59,17 +53,6 @@ class Completion:
     status: Status
 
 
-class WeightSource(Protocol):
-    """The trainer's weights, wherever they lie."""
-
-    def copy_whole(self, targets: dict[str, Tensor]) -> None:
-        """Fill the targets, whole tensors under their Hugging Face names, on every rank. Collective.
-
-        Raises ModelError when they are not exactly the model's.
-        """
-        ...
-
-
 class RolloutEngine(Protocol):
     """All calls of a rank come from one event loop, and each ends by its deadline."""
 
@@ -77,8 +60,9 @@ class RolloutEngine(Protocol):
         """Continue a prompt. Raises EngineError without weights, and after an update that failed."""
         ...
 
-    async def update_weights(self, source: WeightSource, version: int) -> None:
-        """Take in the trainer's weights, under the number of actor updates that made them.
+    async def update_weights(self, weights: LiveWeights, version: int) -> None:
+        """Take in the trainer's weights, under the number of actor updates that made them, by a plan from their layout
+        to the engine's own.
 
         Every rank of the trainer calls it at the same time. After a failure the engine answers nothing until an update
         succeeds. Raises ModelError when the weights are not the engine's.

@@ -11,9 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from mppo.batch.trajectory import Span, Status
-from mppo.rollout.engines.contract import Completion, EngineError, Request, SamplingParams, WeightSource
+from mppo.errors import EngineError, ModelError
+from mppo.rollout.engines.contract import Completion, Request, SamplingParams
 from mppo.rollout.engines.sampling import draw, uniforms
 from mppo.weights.fused import on_disk
+from mppo.weights.live_weights import LiveWeights
+from mppo.weights.transfer_plan import Layout, whole_tensors
+from mppo.weights.transports.point_to_point import PointToPoint
 
 
 @dataclass(frozen=True)
@@ -38,15 +42,29 @@ class LocalEngine:
         self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
         self.version: int | None = None
         """Of the weights; None before the first and after a failed update."""
+        self._transport = PointToPoint()
+        self._layout: Layout | None = None
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
 
     @torch.no_grad()
-    async def update_weights(self, source: WeightSource, version: int) -> None:
+    async def update_weights(self, weights: LiveWeights, version: int) -> None:
         """See `RolloutEngine`."""
         self.version = None
-        source.copy_whole(on_disk(self.model.named_parameters()))
+        parameters, given = on_disk(self.model.named_parameters()), weights.layout.tensors
+        if unknown := given.keys() - parameters.keys():
+            raise ModelError(f"the local engine's model has no tensor {', '.join(sorted(unknown))}")
+        if missing := parameters.keys() - given.keys():
+            raise ModelError(f"the local engine did not receive {', '.join(sorted(missing))}")
+        self._transport.run(weights.plan_for(self._target(weights)), weights, parameters)
         self.version = version
+
+    def _target(self, weights: LiveWeights) -> Layout:
+        """All tensors, whole, on every rank; made once, since the plan is kept by it."""
+        if self._layout is None:
+            names = {rank: list(weights.layout.tensors) for rank in weights.layout.holdings}
+            self._layout = whole_tensors(weights.layout.tensors, names, self.model.dtype)
+        return self._layout
 
     async def close(self) -> None:
         """Nothing is held that the process does not give back."""

@@ -1,0 +1,74 @@
+"""Rows of prompt files and generators. Files are read into Arrow tables, which stay on disk and are mapped."""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+from mppo.config import PromptSource
+from mppo.errors import DataError
+from mppo.rollout.tasks import GENERATORS
+
+Row = dict[str, Any]
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+class Rows:
+    """The rows of several tables, numbered through. Tables need not have the same fields."""
+
+    def __init__(self, tables: list[Dataset | list[Row]]):
+        self._tables = tables
+        self._ends = list(accumulate(len(table) for table in tables))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, number: int) -> Row:
+        which = bisect_right(self._ends, number)
+        return self._tables[which][number - self._ends[which]]  # from the end of the table
+
+    def columns(self, keys: tuple[str, ...], size: int) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
+        """The values of `keys` (None where a row has none), `size` rows at a time, each with its first row's number."""
+        for table, end in zip(self._tables, self._ends, strict=True):
+            for start in range(0, len(table), size):
+                yield end - len(table) + start, _values(table, keys, start, min(start + size, len(table)))
+
+
+def read_rows(source: PromptSource, where: str) -> Rows:
+    """The rows of a source; `where` is its place in the configuration.
+
+    Raises DataError for a source that is neither files nor a generator, and a file that is missing or unreadable;
+    ConfigError for a generator or an option of it that is unknown.
+    """
+    if bool(source.files) == bool(source.generator):
+        raise DataError(f"{where}: give either files or a generator")
+    if source.generator:
+        return Rows([GENERATORS.get(source.generator).bind(source.options, f"{where}.options")()])
+    if source.options:
+        raise DataError(f"{where}.options has no effect with files")
+    return Rows([_read(Path(file), where) for file in source.files])
+
+
+def _values(table: Dataset | list[Row], keys: tuple[str, ...], start: int, stop: int) -> list[tuple[Any, ...]]:
+    if isinstance(table, list):
+        return [tuple(row.get(key) for key in keys) for row in table[start:stop]]
+    present = table.select_columns([key for key in keys if key in table.column_names])[start:stop]
+    absent = [None] * (stop - start)
+    return list(zip(*(present.get(key, absent) for key in keys), strict=True))
+
+
+def _read(file: Path, where: str) -> Dataset | list[Row]:
+    if not file.is_file():
+        raise DataError(f"{where}.files: {file}: no such file")
+    if file.suffix not in FORMATS:
+        raise DataError(f"{where}.files: {file}: the name must end with {', '.join(FORMATS)}")
+    if not file.stat().st_size:
+        return []
+    try:
+        return load_dataset(FORMATS[file.suffix], data_files=str(file), split="train")
+    except (DatasetGenerationError, ValueError) as error:
+        raise DataError(f"{where}.files: {file} cannot be read: {error.__cause__ or error}") from error

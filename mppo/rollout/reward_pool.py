@@ -1,0 +1,112 @@
+"""Reward functions in worker processes: each call under a deadline that ends the process, not only the waiting."""
+
+import asyncio
+import multiprocessing
+import pickle
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import BaseContext
+
+from pebble import ProcessExpired, ProcessPool
+
+from mppo.errors import ConfigError, RewardError
+from mppo.rollout.reward_calls import CallResult, Failure, FailureKind, Outcome, call, late, prepare_worker
+from mppo.rollout.rewards import RewardFunction, Sample
+
+TASK_SECONDS = 0.05
+"""Samples travel together as long as they should take no longer than this; a task of its own costs a millisecond."""
+
+
+class RewardPool:
+    """Worker processes that call one plain reward function.
+
+    They come from a fork server, which is started afresh: torch and the process groups of the trainer are not in it.
+    They start with the first call. A worker that passes the deadline is killed and replaced; other samples of its task
+    are called again, so only what is late itself is lost.
+    """
+
+    def __init__(self, function: RewardFunction, workers: int, timeout_s: float):
+        """Raises ConfigError for a function that workers cannot import, such as a lambda."""
+        self.function, self.workers, self.timeout_s = function, workers, timeout_s
+        self._pool: ProcessPool | None = None
+        self._seconds_per_sample: float | None = None
+        try:
+            pickle.dumps(function)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"reward.function={function.name} cannot be sent to worker processes ({error}); define it at the top of"
+                " a module, or set reward.workers=0"
+            ) from error
+
+    async def call(self, samples: list[Sample]) -> list[Outcome]:
+        """Outcomes of the samples of a group, in their order. Many groups may wait at once.
+
+        Raises RewardError when the workers cannot start.
+        """
+        if self.function.batch:
+            return await self._together(samples)
+        size = self._samples_per_task()
+        tasks = [samples[start : start + size] for start in range(0, len(samples), size)]
+        outcomes = await asyncio.gather(*(self._each(task) for task in tasks))
+        return [outcome for task in outcomes for outcome in task]
+
+    def start(self) -> None:
+        """Start the workers, which otherwise happens with the first call."""
+        if self._pool is None:
+            context = _fork_server()
+            self._pool = ProcessPool(
+                self.workers, initializer=prepare_worker, initargs=[self.function], context=context
+            )
+
+    def close(self) -> None:
+        """End the workers, whatever they do."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
+
+    def _samples_per_task(self) -> int:
+        """One until it is known how long a call takes."""
+        known = self._seconds_per_sample
+        return 1 if known is None else max(1, int(TASK_SECONDS / max(known, 1e-6)))
+
+    async def _each(self, samples: list[Sample]) -> list[Outcome]:
+        """Where the task failed as a whole, its samples again, each by itself."""
+        result = await self._task(samples)
+        if isinstance(result, CallResult):
+            return result.outcomes
+        if len(samples) == 1:
+            return [result]
+        return [outcome for alone in await asyncio.gather(*(self._each([s]) for s in samples)) for outcome in alone]
+
+    async def _together(self, samples: list[Sample]) -> list[Outcome]:
+        result = await self._task(samples)
+        return [result] * len(samples) if isinstance(result, Failure) else result.outcomes
+
+    async def _task(self, samples: list[Sample]) -> CallResult | Failure:
+        """One call in a worker: what came of it, or why nothing did."""
+        self.start()
+        try:
+            future = self._pool.schedule(call, args=(self.function, samples), timeout=self.timeout_s)
+            result = await asyncio.wrap_future(future)
+        except TimeoutError:
+            return late(self.timeout_s)
+        except ProcessExpired as error:
+            return Failure(FailureKind.RAISED, f"its worker process died with exit code {error.exitcode}")
+        except (BrokenProcessPool, RuntimeError) as error:
+            raise RewardError(
+                f"reward.function={self.function.name}: the worker processes do not run ({error}); what ended them"
+                " stands on stderr, reward.workers=0 calls the function in this process"
+            ) from error
+        self._learn(result.seconds / len(samples))
+        return result
+
+    def _learn(self, seconds: float) -> None:
+        known = self._seconds_per_sample
+        self._seconds_per_sample = seconds if known is None else known + 0.2 * (seconds - known)
+
+
+def _fork_server() -> BaseContext:
+    """Its server has imported what every worker needs, so that a worker starts in milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "mppo.rollout.reward_calls"])
+    return context
