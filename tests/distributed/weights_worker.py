@@ -1,10 +1,5 @@
-"""Loads Hugging Face folders into Megatron chunks of several layouts, exports them back and saves them.
+"""Loads Hugging Face folders into Megatron chunks, exports them back and saves them; runs on every rank."""
 
-torchrun --nproc-per-node 4 weights_worker.py RESULTS MODELS SAVED
-"""
-
-import json
-import sys
 from pathlib import Path
 
 import torch
@@ -90,7 +85,8 @@ def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     return sorted(unequal | found.keys() ^ expected.keys())
 
 
-def main(results: Path, models: Path, saved: Path) -> None:
+def round_trips(models: Path, saved: Path) -> dict[str, list]:
+    """By layout and folder, the tensors that differ or the refusal on each rank."""
     found: dict[str, list] = {}
     for layout in ROUND_TRIPS:
         place = Place(layout)
@@ -109,10 +105,5 @@ def main(results: Path, models: Path, saved: Path) -> None:
             differing = place.round_trip(models / name, saved / layout / name)
             found[f"{layout}/{name}"] = gather_from_all(differing)
         layouts.parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        results.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    return found
