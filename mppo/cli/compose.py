@@ -28,7 +28,7 @@ def load_config(config_name: str, overrides: list[str], config_dir: str | None =
 
     Raises ConfigError for a name, a field or a value that does not fit; an unknown field is named with its nearest.
     """
-    folder = Path(config_dir).make_run_spec() if config_dir else default_config_dir()
+    folder = Path(config_dir).resolve() if config_dir else default_config_dir()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
