@@ -11,10 +11,13 @@ from mppo.batch.trajectory import Answer, Judgement, Span, Status, Trajectory, T
 from mppo.cli.compose import load_config
 from mppo.megatron import topology as layouts
 from mppo.rollout.buffer import Buffer, Group
-from mppo.rollout.prompts import Prompt
+from mppo.rollout.prompt_reader import Prompt
 from mppo.trainer.assemble import assemble, build_actor
+from mppo.trainer.reporter import SilentReporter
 from mppo.trainer.run import Run
 from mppo.trainer.trainer import Trainer
+from mppo.weights.live_weights import LiveWeights
+from tests.distributed.whole_model import whole_copy
 
 GROUP_SIZES = (4, 1, 3, 5, 4, 2, 6, 3)
 """Samples of each prompt: groups may have any size."""
@@ -89,8 +92,8 @@ def group(number: int, vocab_size: int) -> Group:
     return Group(number, Prompt("", (0,), None), tuple(answers))
 
 
-def updates(layout: list[str], arrivals: list[Arrival], out_dir: Path) -> list[Updated]:
-    """The weights after one step with each arrival, from the same initial weights; runs on every rank."""
+def updates(layout: list[str], arrivals: list[Arrival | None], out_dir: Path) -> list[Updated]:
+    """The weights after one step with each arrival (None: those before), always from the same; runs on every rank."""
     overrides = [
         *layout,
         f"trainer.out_dir={out_dir}",
@@ -102,6 +105,8 @@ def updates(layout: list[str], arrivals: list[Arrival], out_dir: Path) -> list[U
         "actor.shuffle=true",
         "actor.ppo_micro_batch_size_per_gpu=3",
         "actor.entropy_coeff=0.01",
+        "actor.optim.lr=1e-2",
+        "actor.optim.adam_eps=1e-2",  # or Adam's quotient would make much of gradients that are rounding alone
         "algorithm.rollout_correction.rollout_is=token",
         "reward.workers=0",
     ]
@@ -112,15 +117,21 @@ def updates(layout: list[str], arrivals: list[Arrival], out_dir: Path) -> list[U
     return found
 
 
-def _updated(run: Run, arrival: Arrival) -> Updated:
+def _updated(run: Run, arrival: Arrival | None) -> Updated:
     """One training step from fresh weights and a fresh optimizer."""
+    roles = replace(run.roles, actor=build_actor(run.spec, run.model, run.topology))
+    if arrival is not None:
+        _step(replace(run, roles=roles, records=replace(run.records, reporter=SilentReporter())), arrival)
+    weights = LiveWeights.of_chunks(roles.actor.chunks, run.model.architecture, run.model.config, run.topology)
+    return Updated(whole_copy(weights))
+
+
+def _step(run: Run, arrival: Arrival) -> None:
     buffer = Buffer(run.rollouts.buffer.gather)
     for number in arrival.order:
         if arrival.producer_of[number] == run.topology.rank:
             buffer.put(group(number, run.model.config.vocab_size))
-    roles = replace(run.roles, actor=build_actor(run.spec, run.model, run.topology))
-    trainer = Trainer(replace(run, roles=roles))
+    trainer = Trainer(run)
     batch = trainer.balance(trainer.reward(buffer.take(len(GROUP_SIZES))))
     batch = trainer.advantages(trainer.old_log_probs(batch))
     trainer.update_actor(batch)
-    return Updated(whole_weights(trainer))

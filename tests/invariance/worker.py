@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mppo.trainer.preparation import with_prepared
 from torch import Tensor
 
 from mppo.algorithm.actor_loss import ActorTerms
@@ -27,7 +28,6 @@ from mppo.megatron.objectives import NON_FINITE, LogProbPass, PolicyObjective, V
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, cut_mini_batch
-from mppo.trainer.preparation import with_prepared
 from mppo.trainer.roles import TrainableRole
 from mppo.trainer.run_spec import UpdateSettings
 from mppo.weights.live_weights import LiveWeights, local_parameters
