@@ -16,4 +16,4 @@ def test_rewarded_tokens_become_likelier_and_the_others_less_likely(tp, pp, tmp_
 
 
 def test_the_script_is_short():
-    assert len((HERE / "plain_megatron.py").read_text().splitlines()) < 80
+    assert len((HERE / "plain_megatron.py").read_text().splitlines()) < 85
