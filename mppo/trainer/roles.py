@@ -17,8 +17,9 @@ from mppo.megatron.model import wrap_for_training
 from mppo.megatron.objectives import NON_FINITE, ForwardPass, Objective
 from mppo.megatron.offload import OffloadedTensors, gradients_of, optimizer_state_of, weights_of
 from mppo.megatron.optimizer import Optimizer
+from mppo.megatron.output_layer import output_weight
 from mppo.megatron.router import take_balance_loss
-from mppo.megatron.schedule import output_weight, run_schedule
+from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, context_part, micro_batches
 

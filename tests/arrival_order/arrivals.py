@@ -55,10 +55,10 @@ class Updated:
         return sum(_differing_bits(x, other.tensors[name]) for name, x in self.tensors.items())
 
     def largest_error(self, other: "Updated") -> float:
-        """Largest difference of an entry, over the largest entry of its tensor."""
+        """Largest difference of a weight, over the largest weight of the other model."""
         assert self.tensors.keys() == other.tensors.keys()
-        pairs = [(x, other.tensors[name]) for name, x in self.tensors.items()]
-        return max(((x - y).abs().max() / y.abs().max()).item() for x, y in pairs)
+        difference = max((x - other.tensors[name]).abs().max().item() for name, x in self.tensors.items())
+        return difference / max(x.abs().max().item() for x in other.tensors.values())
 
 
 def _differing_bits(one: Tensor, other: Tensor) -> int:

@@ -25,7 +25,7 @@ class Found:
     differing_bits: int
     """Of all arrivals, against the first."""
     error_to_one_process: float
-    """Largest difference of a weight to that of one process, over the largest weight of its tensor."""
+    """Largest difference of a weight to that of one process, over the largest weight."""
     change: float
     """The same of the update itself: initial weights against updated ones of one process."""
 
