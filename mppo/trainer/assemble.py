@@ -8,16 +8,18 @@ import torch
 
 from mppo.config import Config
 from mppo.megatron import platform, topology
+from mppo.megatron.collectives import fail_together
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks
 from mppo.megatron.topology import Topology
 from mppo.rollout.engines.contract import RolloutEngine, SamplingParams
 from mppo.rollout.engines.local import LocalEngine
 from mppo.rollout.prompts import PromptSet, load_prompts
-from mppo.trainer.checkpoints import Checkpoints
+from mppo.trainer.manifest import RunDescription
 from mppo.trainer.model_checks import check_models
 from mppo.trainer.reporter import Reporter, SilentReporter
 from mppo.trainer.roles import ReferenceRole, TrainableRole
+from mppo.trainer.run_lock import RunLock
 from mppo.trainer.run_spec import RunSpec, make_run_spec
 from mppo.weights.pretrained import PretrainedModel, open_critic, open_model
 from mppo.weights.transfer import Exporter, load
@@ -42,7 +44,10 @@ class Parts:
     train_prompts: PromptSet
     val_prompts: PromptSet | None
     reporter: SilentReporter
-    checkpoints: Checkpoints
+    run: RunDescription
+    """What checkpoints are marked with."""
+    lock: RunLock | None
+    """On the first rank."""
 
 
 def assemble(config: Config) -> Parts:
@@ -55,6 +60,9 @@ def assemble(config: Config) -> Parts:
     train_prompts, val_prompts = _prompts(config, model)
 
     place = topology.initialize(config.parallel, config.trainer.seed)
+    with fail_together():
+        lock = RunLock(config.trainer.out_dir) if place.rank == 0 else None
+    models = {"actor": model} if critic_model is None else {"actor": model, "critic": critic_model}
     actor_chunks = _loaded_chunks(config, model, place)
     actor = TrainableRole(actor_chunks, place, config.actor.optim, model.dtype, config.actor.placement)
     critic = None if critic_model is None else _critic(spec, critic_model, place)
@@ -79,7 +87,8 @@ def assemble(config: Config) -> Parts:
         train_prompts=train_prompts,
         val_prompts=val_prompts,
         reporter=Reporter(out_dir, steps) if is_first else SilentReporter(),
-        checkpoints=Checkpoints(out_dir, config.trainer.resume),
+        run=RunDescription.of(config, models, world_size),
+        lock=lock,
     )
 
 

@@ -1,8 +1,11 @@
 """The training loop and the nine steps of one training step."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import wraps
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -15,10 +18,12 @@ from mppo.errors import DataError, RewardError
 from mppo.megatron import platform
 from mppo.megatron.collectives import data_parallel_reduction, fail_together, gather_from_all, sum_with_gradient
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
+from mppo.megatron.random_state import RandomState
 from mppo.rollout.engines.contract import Request, SamplingParams
 from mppo.rollout.rewards import check_parts, score
 from mppo.trainer.assemble import Parts
 from mppo.trainer.batches import StepBatch, balance, check_budgets, cut_mini_batch
+from mppo.trainer.checkpoints import Checkpoints
 from mppo.trainer.collecting import greedy_rewards, select_groups, values_of_groups
 from mppo.trainer.metrics import MeanOverUpdates, batch_metrics, mismatch_metrics, trajectory_metrics
 from mppo.trainer.preparation import Preparation, advantage_inputs
@@ -63,6 +68,26 @@ class Trainer:
         """Batches of prompts that the run has asked for; with dynamic sampling a step may ask for several."""
         self.preparation = Preparation(self.spec, parts.actor, parts.head, self.reduction)
         self._warned: set[str] = set()
+        states = {"actor": parts.actor, "critic": parts.critic, "trainer": self, "random": RandomState(self.topology)}
+        self.checkpoints = Checkpoints(
+            Path(self.config.trainer.out_dir) / "checkpoints",
+            {name: state for name, state in states.items() if state is not None},
+            parts.run,
+            self.config.trainer.keep_checkpoints,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps depend on, besides the roles."""
+        return {
+            "kl_coefficient": self.kl_controller.coefficient,
+            "batches_drawn": self.batches_drawn,
+            "reward_moments": asdict(self.moments),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl_controller.coefficient = state["kl_coefficient"]
+        self.batches_drawn = state["batches_drawn"]
+        self.moments = RunningMoments(**state["reward_moments"])
 
     def train(self) -> dict[str, float]:
         """Run to the last step; returns the accuracy on held-out prompts before and after (`before`, `after`).
@@ -70,8 +95,11 @@ class Trainer:
         When a step is refused before its updates (a reward that raises, say), what was trained is saved first.
         """
         trainer, reporter = self.config.trainer, self.parts.reporter
-        first, total = self.parts.checkpoints.restore(self), trainer.total_training_steps
+        resumed = self.checkpoints.resume(allow_changes=trainer.resume_changed) if trainer.resume else None
+        first, total = resumed.manifest.step if resumed else 0, trainer.total_training_steps
         reporter.start(first)
+        for line in resumed.lines() if resumed else ():
+            reporter.note(line)
         self.sync_weights(first)
         accuracies = {}
         if self.parts.val_prompts and trainer.val_before_train:
@@ -82,13 +110,13 @@ class Trainer:
                 self.train_step(step)
             except (DataError, RewardError):
                 self.batches_drawn = drawn  # so that the step, resumed, draws its prompts again
-                self.parts.checkpoints.save(self, step)
+                self.checkpoints.save(step, step)
                 reporter.close()
                 raise
             done = step + 1
             reporter.step(done, self.metrics)
             if trainer.save_freq and (done == total or self._due(trainer.save_freq, done)):
-                self.parts.checkpoints.save(self, done)
+                self.checkpoints.save(done, done)
             if self.parts.val_prompts and (done == total or self._due(trainer.test_freq, done)):
                 accuracies["after"] = self.validate(done)
         if trainer.save_hf:
