@@ -69,8 +69,10 @@ def _train(options: argparse.Namespace) -> int:
     from mppo.megatron import topology
     from mppo.planning.run_plan import make_plan, print_plan
     from mppo.trainer.assemble import assemble
+    from mppo.trainer.launcher import end_with_launcher
     from mppo.trainer.trainer import Trainer
 
+    end_with_launcher()
     parts = assemble(load_config(options.config_name, options.overrides, options.config_dir))
     if parts.topology.rank == 0:
         console = Console()

@@ -53,27 +53,29 @@ class MasterWeight:
         return whole if mine else torch.zeros(()).expand(self.parameter.shape)
 
     @torch.no_grad()
-    def fill(self, weight: Tensor, moments: dict[str, Tensor], steps: int) -> None:
-        """Take over this rank's part of the whole weight and moments after `steps` updates; before the first there
-        are no moments, and Adam makes its own."""
+    def fill(self, weight: Tensor, moments: dict[str, Tensor]) -> None:
+        """Take over this rank's part of the whole weight and moments. Before the first update there are no moments,
+        and Adam makes its own."""
         if self.tensor is None:
             return
-        self.tensor.copy_(weight.flatten()[self.span].view_as(self.tensor))
+        self.tensor.copy_(self._part(weight))
         self.adam.state.pop(self.tensor, None)
-        if not steps:
-            return
-        state = {name: self._own(moment) for name, moment in moments.items()}
-        if counts_by_parameter(self.adam):
+        if moments:
+            state = {name: torch.empty_like(self.tensor).copy_(self._part(whole)) for name, whole in moments.items()}
+            self.adam.state[self.tensor] = state
+
+    def _part(self, whole: Tensor) -> Tensor:
+        return whole.flatten()[self.span].view_as(self.tensor)
+
+
+def set_count(adam: torch.optim.Optimizer, steps: int) -> None:
+    """Let Adam count from here: torch's beside the moments of each weight, TE's and apex's once for a group."""
+    if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+        for state in adam.state.values():
             state["step"] = torch.tensor(float(steps))
-        self.adam.state[self.tensor] = state
-
-    def _own(self, whole: Tensor) -> Tensor:
-        return torch.empty_like(self.tensor).copy_(whole.flatten()[self.span].view_as(self.tensor))
-
-
-def counts_by_parameter(adam: torch.optim.Optimizer) -> bool:
-    """torch's Adam counts its updates beside the moments of each weight; TE's and apex's once for a group."""
-    return isinstance(adam, torch.optim.Adam | torch.optim.AdamW)
+    else:
+        for group in adam.param_groups:
+            group["step"] = steps
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

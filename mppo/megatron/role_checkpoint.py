@@ -8,16 +8,18 @@ optimizers, and cannot be loaded where there was no update yet.)
 
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mppo.megatron.master_weights import MOMENTS, counts_by_parameter, master_weights, optimizers_of
+from mppo.megatron.master_weights import MOMENTS, master_weights
 from mppo.megatron.optimizer import Optimizer
 
 WEIGHT = "weight"
@@ -31,7 +33,7 @@ def save_role(chunks: list[torch.nn.Module], optimizer: Optimizer, folder: Path)
 
     The data-parallel ranks share the writing, each parameter being assembled and written by one of them.
     """
-    steps = optimizer.scheduler.num_steps  # the schedule advances once an update, as Adam does
+    steps = optimizer.steps
     names = (WEIGHT, *MOMENTS) if steps else (WEIGHT,)
     masters, sharded = master_weights(chunks, optimizer.megatron), _sharded_parameters(chunks)
     shards = _shards_of_buffers(chunks)
@@ -40,12 +42,12 @@ def save_role(chunks: list[torch.nn.Module], optimizer: Optimizer, folder: Path)
         for name in names:
             data = master.assemble(name, owner)
             _add(shards, name, sharded[id(master.parameter)], data, (master.group.rank() - owner) % master.group.size())
-    state = {**shards, "steps": steps, "scheduler": optimizer.scheduler.state_dict()}
-    dist_checkpointing.save(state, str(folder))
+    _report_within_the_process()
+    dist_checkpointing.save({**shards, "steps": steps}, str(folder))
 
 
 def load_role(chunks: list[torch.nn.Module], optimizer: Optimizer, folder: Path) -> None:
-    """Collective: weights, moments and learning-rate schedule. What the configuration says of the optimizer stays.
+    """Collective: weights, moments and the number of updates, from which the learning rate follows.
 
     Each rank needs 12 bytes of host memory for every parameter it holds.
     """
@@ -62,12 +64,18 @@ def load_role(chunks: list[torch.nn.Module], optimizer: Optimizer, folder: Path)
     for master in masters:
         _, place, name = sharded[id(master.parameter)]
         loaded = {moment: state[moment][place][name] for moment in moments}
-        master.fill(state[WEIGHT][place][name], loaded, steps)
-    for part in optimizers_of(optimizer.megatron):
-        if not counts_by_parameter(part.optimizer):
-            for group in part.optimizer.param_groups:
-                group["step"] = steps
-    optimizer.scheduler.load_state_dict(common["scheduler"])
+        master.fill(state[WEIGHT][place][name], loaded)
+    optimizer.set_steps(steps)
+
+
+def _report_within_the_process() -> None:
+    """Give Megatron's writer a queue for what it has written.
+
+    Otherwise it starts a process for one on each rank, which saves in the background would need: one that imports the
+    main module anew, takes seconds, and lives on when a run is killed.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = Queue()
 
 
 Located = tuple[ShardedTensor | ShardedTensorFactory, str, str]
