@@ -24,6 +24,10 @@ class TrainingError(MppoError, ArithmeticError):
     """A gradient is not finite; the weights after that step are not to be used."""
 
 
+class CheckpointError(MppoError, OSError):
+    """A checkpoint cannot be written or read."""
+
+
 class RewardError(MppoError, ValueError):
     """A reward function raised, or returned something that is not a finite number."""
 

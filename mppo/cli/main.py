@@ -71,8 +71,10 @@ def _train(options: argparse.Namespace) -> int:
     from mppo.megatron import topology
     from mppo.planning.run_plan import make_plan, print_plan
     from mppo.trainer.assemble import assemble
+    from mppo.trainer.launcher import end_with_launcher
     from mppo.trainer.trainer import Trainer
 
+    end_with_launcher()
     run = assemble(load_config(options.config_name, options.overrides, options.config_dir))
     if run.topology.rank == 0:
         console = Console()
@@ -89,8 +91,10 @@ def _train(options: argparse.Namespace) -> int:
 
 def _sft(options: argparse.Namespace) -> int:
     from mppo.megatron import topology
+    from mppo.trainer.launcher import end_with_launcher
     from mppo.trainer.sft import SupervisedTrainer
 
+    end_with_launcher()
     SupervisedTrainer(load_config(options.config_name, options.overrides, options.config_dir)).train()
     topology.shutdown()
     return 0

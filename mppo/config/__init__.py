@@ -51,11 +51,16 @@ class TrainerConfig:
     """Write the trained model as a Hugging Face folder, out_dir/hf, after the last step."""
     resume: bool = True
     """Go on from the newest checkpoint in out_dir, if there is one."""
+    resume_changed: bool = False
+    """Go on even where a field differs from the checkpoint's that a run would train otherwise with; what differs is
+    printed."""
+    keep_checkpoints: int | None = None
+    """The newest so many stay, older ones are deleted; null: all stay."""
     samples_per_step: int = 4
     """Generations written to out_dir/samples each step."""
 
     def __post_init__(self):
-        positive("trainer", total_training_steps=self.total_training_steps)
+        positive("trainer", total_training_steps=self.total_training_steps, keep_checkpoints=self.keep_checkpoints)
         not_negative(
             "trainer",
             seed=self.seed,

@@ -3,28 +3,15 @@
 It is one logical buffer. What a rank generated stays with that rank; which groups a step takes, all ranks agree on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mppo.batch.trajectory import Answer
+import torch.distributed as dist
+
 from mppo.errors import DataError
-from mppo.rollout.prompts import Prompt
-
-
-@dataclass(frozen=True)
-class Group:
-    """All answers to one prompt of the run, judged: samples, and greedy baselines where the estimator wants them."""
-
-    number: int
-    """Of the prompt in the run."""
-    prompt: Prompt
-    answers: tuple[Answer, ...]
-
-    @property
-    def samples(self) -> list[Answer]:
-        """Those that may be trained on."""
-        return [answer for answer in self.answers if answer.trains]
+from mppo.rollout.groups import Group, group_of, group_state
+from mppo.rollout.prompts import PromptStream
 
 
 @dataclass(frozen=True)
@@ -52,8 +39,8 @@ class Buffer:
     taken waits for the next step.
     """
 
-    def __init__(self, gather: GatherNumbers, admits: Callable[[Group], bool] | None = None):
-        self.gather, self._admits = gather, admits
+    def __init__(self, gather: GatherNumbers, prompts: PromptStream, admits: Callable[[Group], bool] | None = None):
+        self.gather, self._prompts, self._admits = gather, prompts, admits
         self._ready: dict[int, Group] = {}
         self._silent: dict[int, Group] = {}
 
@@ -85,10 +72,11 @@ class Buffer:
 
     def state_dict(self) -> dict[str, Any]:
         """The groups of this rank that are ready."""
-        return {"groups": list(self._ready.values())}
+        return {"groups": [group_state(group) for group in self._ready.values()]}
 
-    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, ranks: int) -> None:
-        """Deal the groups of all ranks of the run that saved them out to the `ranks` of this one."""
-        groups = sorted((group for state in states for group in state["groups"]), key=lambda group: group.number)
-        self._ready = {group.number: group for group in groups[rank::ranks]}
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take this rank's share of the groups that all ranks of the run saved: those it would have generated."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        saved = [group for state in states for group in state["groups"] if group["number"] % ranks == rank]
+        self._ready = {group["number"]: group_of(group, self._prompts[group["number"]]) for group in saved}
         self._silent = {}

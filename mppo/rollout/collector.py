@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from mppo.batch.trajectory import Answer, Judgement, Purpose, Status, Trajectory, TrajectoryId
 from mppo.errors import EngineError
 from mppo.rollout.agents.session import Agent, Session
-from mppo.rollout.buffer import Buffer, Group
+from mppo.rollout.buffer import Buffer
 from mppo.rollout.engines.contract import RolloutEngine, SamplingParams
+from mppo.rollout.groups import Group
 from mppo.rollout.prompts import Prompt, PromptStream
 from mppo.rollout.reward_workers import RewardWorkers
 

@@ -1,6 +1,7 @@
 """From a configuration to a run: process groups, models, optimizers, engine, data, records."""
 
 import os
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -8,22 +9,24 @@ import torch
 from mppo.algorithm.advantages.groups import has_signal
 from mppo.config import Config, PromptSource
 from mppo.megatron import platform, topology
-from mppo.megatron.collectives import gather_from_all
+from mppo.megatron.collectives import fail_together, gather_from_all
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks
 from mppo.megatron.topology import Topology
 from mppo.rollout.agents.single_turn import single_turn
-from mppo.rollout.buffer import Buffer, Group
+from mppo.rollout.buffer import Buffer
 from mppo.rollout.collector import Asking, Collector
 from mppo.rollout.engines.contract import RolloutEngine, SamplingParams
 from mppo.rollout.engines.local import LocalEngine
+from mppo.rollout.groups import Group
 from mppo.rollout.prompts import PromptSet, PromptStream, load_prompts
 from mppo.rollout.reward_workers import RewardWorkers
-from mppo.trainer.checkpoints import Checkpoints
+from mppo.trainer.manifest import RunDescription
 from mppo.trainer.model_checks import check_models
 from mppo.trainer.reporter import Reporter, SilentReporter
 from mppo.trainer.roles import ReferenceRole, TrainableRole
 from mppo.trainer.run import Records, Roles, Rollouts, Run
+from mppo.trainer.run_lock import RunLock
 from mppo.trainer.run_spec import RunSpec, make_run_spec
 from mppo.weights.live_weights import LiveWeights
 from mppo.weights.load import load
@@ -40,6 +43,7 @@ def assemble(config: Config) -> Run:
     train, held_out = read_prompts(config, model)
 
     place = topology.initialize(config.parallel, config.trainer.seed)
+    kept_records = records(config, {"actor": model, "critic": critic_model}, place)
     roles = _roles(spec, model, critic_model, place)
     return Run(
         spec=spec,
@@ -47,7 +51,7 @@ def assemble(config: Config) -> Run:
         model=model,
         roles=roles,
         rollouts=_rollouts(spec, model, roles.actor, train, held_out, place),
-        records=records(config, place),
+        records=kept_records,
     )
 
 
@@ -104,6 +108,7 @@ def _rollouts(
     place: Topology,
 ) -> Rollouts:
     config, filtering = spec.config, spec.config.algorithm.filter_groups
+    stream = PromptStream(train, config.trainer.seed if config.data.shuffle else None)
     collector = Collector(
         ENGINES[config.rollout.engine](config, model),
         single_turn,
@@ -115,8 +120,8 @@ def _rollouts(
     )
     return Rollouts(
         collector=collector,
-        stream=PromptStream(train, config.trainer.seed if config.data.shuffle else None),
-        buffer=Buffer(gather_from_all, partial(_differs, filtering.metric) if filtering.enable else None),
+        stream=stream,
+        buffer=Buffer(gather_from_all, stream, partial(_differs, filtering.metric) if filtering.enable else None),
         held_out={} if held_out is None else {number: held_out[number] for number in range(len(held_out))},
         weights=LiveWeights.of_chunks(actor.chunks, model.architecture, model.config, place),
     )
@@ -163,8 +168,14 @@ ENGINES = {"local": _local_engine}
 """By `rollout.engine`."""
 
 
-def records(config: Config, place: Topology) -> Records:
-    """What this rank writes down; the first rank reports."""
+def records(config: Config, models: Mapping[str, PretrainedModel | None], place: Topology) -> Records:
+    """What this rank writes down; the first rank reports, and holds the run's folder.
+
+    Raises ConfigError, on every rank, when another run has the folder.
+    """
     out_dir, steps = config.trainer.out_dir, config.trainer.total_training_steps
+    with fail_together():
+        lock = RunLock(out_dir) if place.rank == 0 else None
     reporter = Reporter(out_dir, steps) if place.rank == 0 else SilentReporter()
-    return Records(reporter, Checkpoints(out_dir, config.trainer.resume))
+    given = {role: model for role, model in models.items() if model is not None}
+    return Records(reporter, RunDescription.of(config, given, torch.distributed.get_world_size()), lock)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from megatron.core.utils import get_model_config
@@ -18,6 +19,7 @@ from mppo.megatron.objectives import NON_FINITE, ForwardPass, Objective
 from mppo.megatron.offload import OffloadedTensors, gradients_of, optimizer_state_of, weights_of
 from mppo.megatron.optimizer import Optimizer
 from mppo.megatron.output_layer import output_weight
+from mppo.megatron.role_checkpoint import load_role, save_role
 from mppo.megatron.router import take_balance_loss
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
@@ -114,6 +116,16 @@ class TrainableRole(Role):
             if self.gathers_late:
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
+
+    def save(self, folder: Path) -> None:
+        """Collective: weights, optimizer and learning-rate schedule into a folder that is there and empty."""
+        with self.onloaded():
+            save_role(self.chunks, self.optimizer, folder)
+
+    def load(self, folder: Path) -> None:
+        """Collective: what a role of the same model saved, under any layout and with any optimizer."""
+        with self.onloaded():
+            load_role(self.chunks, self.optimizer, folder)
 
     def update(self, mini_batch: MiniBatch, objective: Objective) -> tuple[dict[str, Ratio], dict[str, float]]:
         """One optimizer step, inside `onloaded`: zero, forward and backward of all micro-batches, step.

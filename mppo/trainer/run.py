@@ -7,9 +7,10 @@ from mppo.megatron.topology import Topology
 from mppo.rollout.buffer import Buffer
 from mppo.rollout.collector import Collector
 from mppo.rollout.prompts import Prompt, PromptStream
-from mppo.trainer.checkpoints import Checkpoints
+from mppo.trainer.manifest import RunDescription
 from mppo.trainer.reporter import SilentReporter
 from mppo.trainer.roles import ReferenceRole, TrainableRole
+from mppo.trainer.run_lock import RunLock
 from mppo.trainer.run_spec import RunSpec
 from mppo.weights.live_weights import LiveWeights
 from mppo.weights.pretrained import PretrainedModel
@@ -49,7 +50,10 @@ class Records:
     """What a run leaves behind."""
 
     reporter: SilentReporter
-    checkpoints: Checkpoints
+    description: RunDescription
+    """What checkpoints are marked with."""
+    lock: RunLock | None
+    """Of the run's folder, on the first rank."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class SupervisedTrainer:
         self.actor = build_actor(self.spec, self.model, self.topology)
         self.head = PolicyHead(self.model.config.vocab_size, 1.0, self.topology.tp_group)
         self.stream = PromptStream(train, config.trainer.seed if config.data.shuffle else None)
-        self.records = records(config, self.topology)
+        self.records = records(config, {"actor": self.model}, self.topology)
 
     def train(self) -> float:
         """Run to the last step; returns the mean loss of a token of the held-out answers, or of the last batch."""

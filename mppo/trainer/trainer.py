@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import wraps
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -19,10 +20,12 @@ from mppo.megatron.collectives import (
     sum_with_gradient,
 )
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
+from mppo.megatron.random_state import RandomState
 from mppo.rollout.buffer import Taken
 from mppo.rollout.reward_workers import check_parts
 from mppo.trainer.advantage_pipeline import AdvantagePipeline
 from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
+from mppo.trainer.checkpoints import Checkpoints
 from mppo.trainer.current_policy_fields import CurrentPolicyFields
 from mppo.trainer.metrics import MeanOverUpdates, trajectory_metrics
 from mppo.trainer.redistribution import balanced_mini_batches, distribute
@@ -30,6 +33,7 @@ from mppo.trainer.reporter import SampleLine
 from mppo.trainer.run import Run
 from mppo.trainer.run_spec import Anchor
 from mppo.trainer.shaping import RunningMoments
+from mppo.trainer.stateful import State, Stateful
 from mppo.weights.export import export_hf
 
 T = TypeVar("T")
@@ -81,10 +85,27 @@ class Trainer:
         self.reduction = data_parallel_reduction(self.topology)
         self.combine = sum_with_gradient(self.topology.cp_group) if self.topology.cp > 1 else None
         self.current_policy = CurrentPolicyFields(self.spec, run.roles.actor, run.roles.head, self.reduction)
+        self.checkpoints = Checkpoints(
+            Path(self.config.trainer.out_dir) / "checkpoints",
+            self._states(),
+            run.records.description,
+            self.config.trainer.keep_checkpoints,
+        )
         self._warned: set[str] = set()
 
+    def _states(self) -> dict[str, State]:
+        """What a checkpoint consists of."""
+        roles = {"actor": self.run.roles.actor, "critic": self.run.roles.critic}
+        return {
+            **{name: role for name, role in roles.items() if role is not None},
+            "progress": self.progress,
+            **self.settled,
+            "buffer": self.run.rollouts.buffer,
+            "random": RandomState(self.topology),
+        }
+
     @property
-    def settled(self) -> dict[str, Any]:
+    def settled(self) -> dict[str, Stateful]:
         """What a refused step leaves as it was before it: the order of the data, and what is steered by it."""
         return {
             "prompts": self.run.rollouts.stream,
@@ -98,8 +119,10 @@ class Trainer:
         When a step is refused before its updates (a reward that raises, say), what was trained is saved first.
         """
         settings, records = self.config.trainer, self.run.records
-        self.restore()
+        resumed = self.restore()
         records.reporter.start(self.progress.step)
+        for line in resumed:
+            records.reporter.note(line)
         self.sync_weights()
         accuracies = {}
         if self.run.rollouts.held_out and settings.val_before_train:
@@ -307,13 +330,16 @@ class Trainer:
         with self.run.roles.actor.onloaded_weights():
             self.run.rollouts.update_weights(self.progress.weight_version)
 
-    def restore(self) -> None:
-        """Go on from the newest checkpoint, if there is one."""
-        self.run.records.checkpoints.restore(self)
+    def restore(self) -> list[str]:
+        """Go on from the newest checkpoint, if there is one; returns what to say of it and of what differs."""
+        if not self.config.trainer.resume:
+            return []
+        resumed = self.checkpoints.resume(allow_changes=self.config.trainer.resume_changed)
+        return resumed.lines() if resumed else []
 
     def save(self) -> None:
         """A checkpoint of everything that has state."""
-        self.run.records.checkpoints.save(self)
+        self.checkpoints.save(self.progress.step, self.progress.weight_version)
 
     def export(self) -> None:
         """The actor as a Hugging Face folder."""

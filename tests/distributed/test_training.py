@@ -252,8 +252,11 @@ def test_the_trained_model_is_left_as_a_hugging_face_folder(learned):
         assert sum(map(belongs, answer)) >= 7
 
 
-def test_a_resumed_run_takes_the_learning_rate_it_is_given(tmp_path):
+def test_a_resumed_run_takes_the_learning_rate_it_is_given_when_told_to_go_on_changed(tmp_path):
     overrides = (*SHORT, *layout(1, 1), "trainer.save_freq=1", "actor.optim.lr_warmup_steps=4")
     train("class", 1, tmp_path, *overrides, "trainer.total_training_steps=2")
-    resumed = train("class", 1, tmp_path, *overrides, "actor.optim.lr=1e-4", "trainer.total_training_steps=5")
+    changed = (*overrides, "actor.optim.lr=1e-4", "trainer.total_training_steps=5")
+    assert "actor.optim.lr: 0.002 -> 0.0001" in train_refused("class", 1, tmp_path, *changed)
+    resumed = train("class", 1, tmp_path, *changed, "trainer.resume_changed=true")
+    assert "step_000002: 2 steps, weight version 2" in resumed.output
     assert resumed.column("actor/lr") == pytest.approx([0.5e-3, 1e-3, 0.75e-4, 1e-4, 1e-4])
