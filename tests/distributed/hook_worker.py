@@ -1,11 +1,6 @@
-"""Measures, for every case of this world size, how far the hook is from the dense reference.
+"""Measures how far the hook is from the dense reference; runs on every rank."""
 
-torchrun --nproc-per-node N hook_worker.py RESULTS MODELS
-"""
-
-import json
 import os
-import sys
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
@@ -284,7 +279,8 @@ def worst(errors: list[dict[str, float]]) -> dict[str, float]:
     return {name: largest(rank[name] for rank in errors if name in rank) for name in sorted(names)}
 
 
-def main(results: Path, models: Path) -> None:
+def measure_cases(models: Path) -> dict[str, dict[str, float]]:
+    """The errors of every case of this world size, the worst over all ranks."""
     processes = int(os.environ["WORLD_SIZE"])
     cases = [case for case in CASES if case.processes == processes]
     found = {}
@@ -294,10 +290,5 @@ def main(results: Path, models: Path) -> None:
         for case in of_layout:
             found[case.name] = worst(gather_from_all(Comparison(case, topology, models).errors()))
         layouts.parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        results.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    return found

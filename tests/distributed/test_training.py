@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.distributed.train_runs import train, train_refused
+from tests.distributed.launch import torchrun
+from tests.distributed.train_runs import train, train_refused, train_under_torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -20,7 +21,7 @@ SHORT = ("trainer.total_training_steps=3", "data.train_batch_size=8", "rollout.n
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    return train("class", 4, tmp_path_factory.mktemp("class"))
+    return train_under_torchrun("class", 4, tmp_path_factory.mktemp("class"))
 
 
 def test_the_class_task_is_learned_from_random_initialisation_with_tp2_pp2(learned):
@@ -214,6 +215,12 @@ def test_a_token_budget_is_hard_and_names_what_breaks_it(tmp_path):
 )  # fmt: skip
 def test_bad_input_ends_every_rank_with_an_error_that_names_it(tmp_path, overrides, said):
     assert said in train_refused("class", 2, tmp_path, *SHORT, *overrides)
+
+
+def test_what_a_rank_refuses_ends_torchrun_too(tmp_path):
+    finished = torchrun(2, "-m", "mppo", "train", "--config-name=class", *layout(4, 1), f"trainer.out_dir={tmp_path}")
+    assert finished.returncode != 0
+    assert "2 processes cannot be cut into TP 4 x PP 1" in finished.stdout
 
 
 def not_a_number(sample):

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
-from tests.distributed.launch import torchrun_results
 from tests.distributed.model_folders import CONFIGS, EXPERT_MODELS, REWARD_MODELS, write_all, write_model
+from tests.distributed.ranks import call_on_ranks
+from tests.distributed.weights_worker import round_trips
 
 pytestmark = pytest.mark.distributed
 
@@ -62,9 +63,8 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(models, saved, tmp_path_factory):
-    results = tmp_path_factory.mktemp("weights") / "found.json"
-    return torchrun_results("weights_worker.py", PROCESSES, results, models, saved)
+def found(models, saved):
+    return call_on_ranks(round_trips, PROCESSES, models, saved)[0]
 
 
 @pytest.mark.parametrize(("layout", "name"), ROUND_TRIPS)

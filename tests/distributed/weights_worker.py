@@ -1,10 +1,5 @@
-"""Loads Hugging Face folders into Megatron chunks of several layouts, exports them back and saves them.
+"""Loads Hugging Face folders into Megatron chunks, exports them back and saves them; runs on every rank."""
 
-torchrun --nproc-per-node 4 weights_worker.py RESULTS MODELS SAVED
-"""
-
-import json
-import sys
 from pathlib import Path
 
 import torch
@@ -139,7 +134,8 @@ def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     return sorted(unequal | found.keys() ^ expected.keys())
 
 
-def main(results: Path, models: Path, saved: Path) -> None:
+def round_trips(models: Path, saved: Path) -> dict[str, list]:
+    """By layout and folder, the tensors that differ or the refusal on each rank."""
     found: dict[str, list] = {}
     for layout in ROUND_TRIPS:
         place = Place(layout)
@@ -165,10 +161,5 @@ def main(results: Path, models: Path, saved: Path) -> None:
             found[f"{layout}/{name}"] = gather_from_all(differing)
         found[f"{layout}/qwen3-moe/engine"] = gather_from_all(place.local_engine(models / "qwen3-moe"))
         layouts.parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        results.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    return found

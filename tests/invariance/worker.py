@@ -1,16 +1,10 @@
-"""Measures cases of one layout against the truth, or makes the truth on one process.
+"""Measures cases of one layout against the truth, or makes the truth on one process; runs on every rank."""
 
-torchrun --nproc-per-node N worker.py SPEC.json      SPEC: {layout, cases, models, truth, results, steps, dtype}
-"""
-
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mppo.algorithm.actor_loss import ActorTerms
@@ -242,16 +236,13 @@ def compare_step(bench: Bench, case: Case, truth: Truth) -> float:
     return bench.error("parameters", stepped, stepped)
 
 
-def main(spec: dict[str, Any]) -> None:
+def work_on(spec: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The errors of each case; none of the truth itself. `spec` has layout, cases, models, truth, steps and dtype."""
     topology = layouts.initialize(parallel_config(spec["layout"]), seed=1)
     if spec["layout"] == "dp1":
         make_truth(spec, topology)
+        errors = {}
     else:
         errors = measure(spec, topology)
-        if dist.get_rank() == 0:
-            Path(spec["results"]).write_text(json.dumps(errors))
     layouts.shutdown()
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    return errors
