@@ -88,10 +88,11 @@ class LocalEngine:
                 completions = await asyncio.to_thread(self._complete, batch)
             except Exception as error:
                 for waiting in batch:
-                    waiting.answer.set_exception(error)
+                    if not waiting.answer.done():  # whoever gave up waiting has cancelled it
+                        waiting.answer.set_exception(error)
             else:
                 for waiting, completion in zip(batch, completions, strict=True):
-                    if not waiting.answer.done():  # nobody waits for it any more
+                    if not waiting.answer.done():
                         waiting.answer.set_result(completion)
 
     def _next_batch(self) -> list[_Waiting]:
@@ -128,7 +129,7 @@ class LocalEngine:
             attention = torch.cat([attention, attention.new_ones(len(batch), 1)], 1)
             logits = self._next_logits(chosen[:, None], attention, positions, cache)
         rows = torch.stack(written, 1).cpu(), torch.stack(log_probs, 1).cpu(), stopped_at.cpu(), late_at
-        return [self._completion(*(x[i] for x in rows)) for i in range(len(batch))]
+        return [self._completion(params, *(x[i] for x in rows)) for i in range(len(batch))]
 
     def _read(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor, DynamicCache]:
         """Put each distinct prompt through the model once.
@@ -161,12 +162,14 @@ class LocalEngine:
         )
         return output.logits[:, -1]
 
-    def _completion(self, written: Tensor, log_probs: Tensor, stopped_at: Tensor, late_at: Tensor) -> Completion:
+    def _completion(
+        self, params: SamplingParams, written: Tensor, log_probs: Tensor, stopped_at: Tensor, late_at: Tensor
+    ) -> Completion:
         """Of one row: up to where it stopped, or where its time was up before."""
         stopped, late = int(stopped_at), int(late_at)
         if stopped and not 0 < late < stopped:
             length, status = stopped, Status.FINISHED
-        elif late and late < len(written):
+        elif late and late < params.max_new_tokens:
             length, status = late, Status.ABORTED
         else:
             length, status = len(written), Status.TRUNCATED
