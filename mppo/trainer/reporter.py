@@ -14,6 +14,7 @@ from mppo.rollout.prompts import Prompt
 from mppo.trainer.curve import draw_curve
 
 SHOWN = (
+    ("token loss", "sft/token_loss", "{:.4f}"),
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", "reward/accuracy", "{:.3f}"),
     ("no signal", "reward/groups_without_signal", "{:.2f}"),

@@ -3,12 +3,12 @@
 import pytest
 
 from mppo.algorithm.advantages import ESTIMATORS
-from mppo.rollout.rewards import Reward
 from tests.distributed.train_runs import train, train_refused
 
 pytestmark = pytest.mark.distributed
 
 HERE = "tests.distributed.test_algorithms"
+REWARDS = "tests.distributed.reward_functions"
 BASE = (
     "trainer.total_training_steps=2",
     "data.train_batch_size=6",
@@ -28,20 +28,7 @@ TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_paralle
 PP2 = ("parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=2")
 
 
-def reward_in_parts(sample) -> Reward:
-    """The class task, and how early in the alphabet or the digits the answer is."""
-    wanted = str.isdigit if sample.ground_truth == "d" else str.isalpha
-    share = sum(wanted(c) for c in sample.response) / max(sample.trajectory.actions, 1)
-    order = sum(ord(c) % 8 for c in sample.response) / (8 * max(len(sample.response), 1))
-    return Reward(share + order, accuracy=share, parts={"share": share, "order": order})
-
-
-def equal_but_for_some(sample) -> float:
-    """Half of the answers are worth the same, whatever they are."""
-    return float(sample.response[:1] > "m" and sample.trajectory.group % 3 == 0)
-
-
-IN_PARTS = (f"reward.function={HERE}:reward_in_parts", "algorithm.adv_options.gdpo_reward_keys=[share, order]")
+IN_PARTS = (f"reward.function={REWARDS}:reward_in_parts", "algorithm.adv_options.gdpo_reward_keys=[share, order]")
 KNOBS = {
     "gae": ("critic.ppo_micro_batch_size_per_gpu=5", "trainer.critic_warmup=1"),
     "gdpo": IN_PARTS,
@@ -113,7 +100,7 @@ MODES = {
     "gspo, dynamic sampling": (
         "actor.policy_loss.loss_mode=gspo",
         "algorithm.filter_groups.enable=true",
-        f"reward.function={HERE}:equal_but_for_some",
+        f"reward.function={REWARDS}:equal_but_for_some",
     ),
 }
 SAME = (

@@ -210,7 +210,7 @@ def test_a_token_budget_is_hard_and_names_what_breaks_it(tmp_path):
         (layout(1, 2, "model.preset_options={num_hidden_layers: 1}"), "more than the 1 of the model's 1 layers"),
         (layout(2, 1, "model.preset_options={num_attention_heads: 1}"), "divide the model's 1 attention heads"),
         (layout(1, 1, "model.preset=null", "model.path=nowhere"), "model.path=nowhere: no such folder"),
-        (layout(1, 1, "reward.function=tests.distributed.test_training:not_a_number"), "returned nan"),
+        (layout(1, 1, "reward.function=tests.distributed.reward_functions:not_a_number"), "returned nan"),
     ],
 )  # fmt: skip
 def test_bad_input_ends_every_rank_with_an_error_that_names_it(tmp_path, overrides, said):
@@ -223,22 +223,11 @@ def test_what_a_rank_refuses_ends_torchrun_too(tmp_path):
     assert "2 processes cannot be cut into TP 4 x PP 1" in finished.stdout
 
 
-def not_a_number(sample):
-    """Only for a trajectory that the second of two ranks generates."""
-    return float("nan") if sample.trajectory.index == 1 else 1.0
-
-
 def test_what_was_trained_is_saved_when_a_step_is_refused(tmp_path):
-    overrides = (*SHORT, *layout(1, 1), "reward.function=tests.distributed.test_training:good_at_first")
+    overrides = (*SHORT, *layout(1, 1), "reward.function=tests.distributed.reward_functions:good_at_first")
     assert "raised RuntimeError" in train_refused("class", 2, tmp_path, *overrides)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_000001"
     assert (tmp_path / "samples" / "pending.jsonl").is_file()
-
-
-def good_at_first(sample):
-    if sample.trajectory.weight_version > 0:
-        raise RuntimeError("no more")
-    return 1.0
 
 
 def test_the_trained_model_is_left_as_a_hugging_face_folder(learned):

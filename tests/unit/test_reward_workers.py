@@ -1,0 +1,223 @@
+"""Rewards beside generation: real worker processes, real deadlines, and what becomes of failures."""
+
+import asyncio
+import os
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from mppo.batch.trajectory import Trajectory, TrajectoryId
+from mppo.config import RewardConfig
+from mppo.errors import ConfigError, RewardError
+from mppo.rollout.prompts import Prompt
+from mppo.rollout.reward_workers import RewardWorkers
+from mppo.rollout.rewards import RewardFunction
+from mppo.rollout.tasks import reward_function
+from mppo.weights.presets import PRESETS
+
+pytestmark = pytest.mark.unit
+
+TOKENIZER = PRESETS.get("char").fn({})[1]
+HERE = "tests.unit.reward_functions"
+
+
+@contextmanager
+def rewards(name, **config):
+    config = RewardConfig(function=name if name == "math_verify" else f"{HERE}:{name}", **{"workers": 2} | config)
+    workers = RewardWorkers(reward_function(config.function, config.options), config, TOKENIZER)
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+def answered(prompt: str, answers: list[str], number: int = 12, **fields) -> list[tuple[Trajectory, Prompt]]:
+    prompt_ids = tuple(TOKENIZER(prompt)["input_ids"])
+    group = []
+    for sample, answer in enumerate(answers):
+        ids = torch.tensor([*prompt_ids, *TOKENIZER(answer)["input_ids"]])
+        mask = torch.arange(len(ids)) >= len(prompt_ids)
+        trajectory = Trajectory(TrajectoryId(number, sample), ids, mask, torch.zeros(len(ids)))
+        group.append((trajectory, Prompt(prompt, prompt_ids, fields.get("ground_truth", "3"), fields)))
+    return group
+
+
+def judge(workers, *groups):
+    """All groups at the same time."""
+
+    async def all_at_once():
+        return await asyncio.gather(*(workers.judge(group) for group in groups))
+
+    return asyncio.run(all_at_once())
+
+
+def test_the_answer_is_what_the_model_wrote_and_nothing_else():
+    tokens = {"prompt": "1+2=", "call": "(1+2)", "tool": "3", "answer": "ab"}
+    ids = [TOKENIZER(text)["input_ids"] for text in tokens.values()]
+    wrote = [name in ("call", "answer") for name, text in tokens.items() for _ in text]
+    end = torch.tensor([TOKENIZER.eos_token_id])
+    trajectory = Trajectory(
+        TrajectoryId(3, 1),
+        torch.cat([torch.tensor(sum(ids, [])), end]),
+        torch.tensor([*wrote, True]),
+        torch.zeros(len(wrote) + 1),
+    )
+    seen = []
+    function = RewardFunction("mine", lambda sample: seen.append(sample) or 1.0)
+    workers = RewardWorkers(function, RewardConfig(workers=0), TOKENIZER)
+    ((judgement,),) = judge(workers, [(trajectory, Prompt("1+2=", tuple(ids[0]), "3", {"level": 4}))])
+    (sample,) = seen
+    assert (sample.prompt, sample.response, sample.ground_truth) == ("1+2=", "(1+2)ab", "3")
+    assert (sample.fields, sample.prompt_number, sample.action_count) == ({"level": 4}, 3, 8)
+    assert sample.token_ids == tuple(trajectory.token_ids.tolist())
+    assert sample.action_mask == tuple(trajectory.action_mask.tolist())
+    assert (judgement.uid, judgement.score, judgement.accuracy) == (TrajectoryId(3, 1), 1.0, 1.0)
+
+
+def test_worker_processes_judge_many_groups_in_order_and_import_only_the_reward():
+    with rewards("length") as workers:
+        groups = [answered("q=", ["a" * (k + i) for i in range(4)], number=k) for k in range(10)]
+        for _ in range(2):  # one sample a task at first, then many
+            for k, judgements in enumerate(judge(workers, *groups)):
+                assert [j.score for j in judgements] == [k, k + 1, k + 2, k + 3]
+                assert [j.uid for j in judgements] == [TrajectoryId(k, i) for i in range(4)]
+        assert workers.take_counts() == {"reward/samples": 80, "reward/failures": 0, "reward/timeouts": 0}
+        assert workers.take_counts()["reward/samples"] == 0
+    with rewards("process") as workers:
+        ((judgement,),) = judge(workers, answered("q=", ["x"]))
+        assert judgement.score != os.getpid()
+        assert judgement.parts == {"torch": 0.0, "children": 1.0}
+    with rewards("process", workers=0) as workers:
+        ((judgement,),) = judge(workers, answered("q=", ["x"]))
+        assert judgement.score == os.getpid()
+
+
+def test_parts_and_token_rewards_come_back():
+    with rewards("by_answer") as workers:
+        ((judgement,),) = judge(workers, answered("q=", ["parts"]))
+    assert (judgement.score, judgement.accuracy, judgement.parts) == (1.0, 0.5, {"short": 2.0})
+    assert judgement.token_rewards.tolist() == [0.0] * len("q=parts")
+
+
+def test_thirty_two_rewards_of_half_a_second_run_eight_at_a_time(tmp_path):
+    with rewards("half_a_second", workers=8) as workers:
+        workers.start()
+        groups = [answered("q=", list("abcdefgh"), number=k, folder=str(tmp_path)) for k in range(4)]
+        judge(workers, *groups)
+    times = [tuple(map(float, file.read_text().split())) for file in tmp_path.iterdir()]
+    assert len(times) == 32
+    running = [sum(start <= moment < end for start, end in times) for moment, _ in times]
+    assert max(running) == 8
+    # without waiting, four rounds of half a second; as much again for workers that start and a machine that is busy
+    assert max(end for _, end in times) - min(start for start, _ in times) < 4
+
+
+def test_what_hangs_is_ended_by_the_deadline_and_nothing_else_is_lost():
+    with rewards("by_answer", on_error="abstain", timeout_s=1.0) as workers:
+        judge(workers, answered("q=", list("abcdefgh")))  # from now on samples travel together
+        answers = ["a", "hang", "b", "raise", "none", "exit", "die", "c"]
+        groups = [answered("q=", answers), answered("q=", list("abcdefgh"), number=13)]
+        judged, others = judge(workers, *groups)
+        assert [j.score for j in judged] == [1.0, None, 1.0, None, None, None, None, 1.0]
+        assert [j.abstains for j in judged] == [answer not in "abc" for answer in answers]
+        assert [j.score for j in others] == [1.0] * 8
+        assert workers.take_counts() == {"reward/samples": 24, "reward/failures": 5, "reward/timeouts": 1}
+
+
+class Spelled:
+    """A tokenizer of code points: the preset's has no braces."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(map(chr, ids))
+
+
+def test_an_endless_power_is_ended_by_the_deadline():
+    with rewards("math_verify", on_error="score", error_score=-1.0, timeout_s=4.0, workers=1) as workers:
+        workers.tokenizer = Spelled()
+        prompt = Prompt("1+2=", (0,), "3")
+        answers = ["1+2", "$9^{9^{9^{9}}}$", "4"]
+        group = []
+        for sample, answer in enumerate(answers):
+            ids = torch.tensor([0, *map(ord, answer)])
+            mask = torch.arange(len(ids)) > 0
+            group.append((Trajectory(TrajectoryId(0, sample), ids, mask, torch.zeros(len(ids))), prompt))
+        ((good, endless, bad),) = judge(workers, group)
+        assert (good.score, endless.score, bad.score) == (1.0, -1.0, 0.0)
+        assert workers.take_counts() == {"reward/samples": 3, "reward/failures": 1, "reward/timeouts": 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("raise", r"ValueError: no number in it \(reward_functions.py:\d+\); reward.on_error=abstain"),
+        ("none", "the function returned None"),
+        ("exit", "SystemExit: 3"),
+        ("die", "its worker process died with exit code 7"),
+        ("hang", r"was not done after reward\.timeout_s=1 seconds"),
+    ],
+)
+def test_a_failure_is_named_with_its_prompt_sample_and_function(answer, said):
+    workers = 2 if answer in ("die", "hang") else 0
+    with (
+        rewards("by_answer", workers=workers, timeout_s=1.0) as workers,
+        pytest.raises(RewardError, match=said) as caught,
+    ):
+        judge(workers, answered("q=", ["a", answer]))
+    assert f"reward '{HERE}:by_answer' of prompt 12, sample 1, prompt 'q=', answer '{answer}'" in str(caught.value)
+
+
+def test_a_value_of_which_no_reward_can_be_made_ends_the_run_in_any_case():
+    with rewards("by_answer", workers=0, on_error="abstain") as workers, pytest.raises(RewardError, match="'good'"):
+        judge(workers, answered("q=", ["text"]))
+
+
+def test_too_many_failures_end_the_run():
+    with rewards("by_answer", workers=0, on_error="abstain", max_failure_rate=0.25) as workers:
+        for _ in range(30):
+            judge(workers, answered("q=", ["a", "a", "a", "none"]))  # a quarter is borne
+        with pytest.raises(RewardError, match=r"31 of the latest 1\d\d answers got no reward.*max_failure_rate=0.25"):
+            judge(workers, answered("q=", ["none"]))
+
+
+def test_functions_of_a_group_see_the_whole_group():
+    with rewards("group_mean") as workers:
+        first, second = judge(workers, answered("q=", ["a", "aaa"]), answered("q=", ["a", "a", "aaaa"]))
+        assert [j.score for j in first] == [-1.0, 1.0]
+        assert [j.score for j in second] == [-1.0, -1.0, 2.0]
+
+
+def test_async_functions_share_the_event_loop_and_the_deadline():
+    with rewards("asked", on_error="abstain", timeout_s=1.0) as workers:
+        started = time.monotonic()
+        ((*judged,),) = judge(workers, answered("q=", ["a"] * 20 + ["raise", "hang"]))
+        assert time.monotonic() - started < 3  # one after the other: five seconds
+        assert [j.score for j in judged] == [1.0] * 20 + [None, None]
+        assert workers.take_counts() == {"reward/samples": 22, "reward/failures": 2, "reward/timeouts": 1}
+
+
+def test_a_function_that_workers_cannot_import_is_refused_before_the_run():
+    function = RewardFunction("mine", lambda sample: 1.0)
+    with pytest.raises(
+        ConfigError, match=r"reward\.function=mine cannot be sent to worker processes.*reward\.workers=0"
+    ):
+        RewardWorkers(function, RewardConfig(), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"workers": -1}, "reward.workers is -1"),
+        ({"timeout_s": 0}, "reward.timeout_s is 0"),
+        ({"on_error": "skip"}, "reward.on_error is 'skip'; choose one of raise, abstain, score"),
+        ({"on_error": "score"}, "reward.on_error=score needs reward.error_score"),
+        ({"error_score": 0.0}, "reward.error_score has no effect with reward.on_error=raise"),
+        ({"on_error": "score", "error_score": float("nan")}, "reward.error_score is nan"),
+        ({"on_error": "abstain", "max_failure_rate": 0.0}, "reward.max_failure_rate is 0.0"),
+        ({"max_failure_rate": 0.1}, "reward.max_failure_rate has no effect with reward.on_error=raise"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields, said):
+    with pytest.raises(ConfigError, match=said):
+        RewardConfig(**fields)
