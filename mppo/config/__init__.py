@@ -11,6 +11,7 @@ from mppo.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControl
 from mppo.config.checks import not_negative, positive
 from mppo.config.data import DataConfig, OverlongBufferConfig, PromptSource, RewardConfig, RolloutConfig
 from mppo.config.parallel import ModelSource, ParallelConfig, RecomputeConfig
+from mppo.errors import ConfigError
 
 __all__ = [
     "ActorConfig",
@@ -69,6 +70,10 @@ class TrainerConfig:
             critic_warmup=self.critic_warmup,
             samples_per_step=self.samples_per_step,
         )
+        if self.resume_changed and not self.resume:
+            raise ConfigError("trainer.resume_changed has no effect with trainer.resume=false; unset it")
+        if self.keep_checkpoints is not None and not self.save_freq:
+            raise ConfigError("trainer.keep_checkpoints has no effect with trainer.save_freq=0; set that")
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mppo.errors import CheckpointError, ConfigError
 from mppo.megatron.collectives import fail_together
 from mppo.trainer.config_changes import Change, config_changes
-from mppo.trainer.manifest import Manifest, RunDescription, is_complete, write_durably
+from mppo.trainer.manifest import MANIFEST, Manifest, RunDescription, is_complete, write_durably, written_at
 from mppo.trainer.stateful import PerRankStateful, ShardedStateful, State
 
 
@@ -118,11 +118,11 @@ class Checkpoints:
     def _delete_old(self, newest: Path, step: int) -> None:
         """Checkpoints of the same step, which this one replaces, and all but the newest `keep`."""
         complete = [folder for folder in self.folder.glob("step_*") if is_complete(folder) and folder != newest]
-        replaced = [folder for folder in complete if Manifest.read(folder).step == step]
-        others = sorted((f for f in complete if f not in replaced), key=lambda f: (f / "manifest.json").stat().st_mtime)
+        replaced = [folder for folder in complete if folder.name.startswith(f"step_{step:06d}")]
+        others = sorted((f for f in complete if f not in replaced), key=written_at)
         old = [] if self.keep is None else others[: max(len(others) + 1 - self.keep, 0)]
         for folder in (*replaced, *old):
-            (folder / "manifest.json").unlink()  # first, so that no half of it counts
+            (folder / MANIFEST).unlink()  # first, so that no half of it counts
             shutil.rmtree(folder)
 
     def _save(self, state: State, folder: Path) -> None:

@@ -15,7 +15,7 @@ from mppo.weights.pretrained import PretrainedModel
 
 FORMAT = 1
 """Goes up when a checkpoint can no longer be read by older versions of mppo."""
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
 NOT_OF_THE_MODEL = ("make_vocab_size_divisible_by", "moe_aux_loss_coeff")
 """Numbers of ModelConfig that are chosen for a run."""
 
@@ -88,12 +88,12 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """In one go: a folder with a manifest is a complete checkpoint."""
-        write_durably(folder / NAME, json.dumps(asdict(self), indent=1).encode())
+        write_durably(folder / MANIFEST, json.dumps(asdict(self), indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Raises CheckpointError when it is not there, not readable, or of a newer format."""
-        path = folder / NAME
+        path = folder / MANIFEST
         try:
             found = json.loads(path.read_text())
             if found["format"] > FORMAT:
@@ -106,7 +106,7 @@ class Manifest:
             return cls(**{**found, "run": RunDescription(**{**run, "models": models})})
         except FileNotFoundError:
             raise CheckpointError(
-                f"{folder} has no {NAME}: the save was interrupted, or made by an older mppo; write the name of a"
+                f"{folder} has no {MANIFEST}: the save was interrupted, or made by an older mppo; write the name of a"
                 f" complete checkpoint into {folder.parent / 'latest'}, or start anew with trainer.resume=false"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -116,7 +116,13 @@ class Manifest:
 
 
 def is_complete(folder: Path) -> bool:
-    return (folder / NAME).is_file()
+    """Whether the save came to its end."""
+    return (folder / MANIFEST).is_file()
+
+
+def written_at(folder: Path) -> float:
+    """When a complete checkpoint was, in seconds; after a roll-back the newest need not be that of the last step."""
+    return (folder / MANIFEST).stat().st_mtime
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -101,6 +101,7 @@ def test_a_bad_field_is_named_when_the_configuration_is_read(override, named):
         ("actor.loss_scale_factor=100", "actor.loss_scale_factor is set"),
         ("trainer.test_freq=5", "trainer.test_freq is set but would have no effect"),
         ("trainer.val_before_train=false", "trainer.val_before_train is set but would have no effect"),
+        ("trainer.keep_checkpoints=2", "trainer.keep_checkpoints has no effect with trainer.save_freq=0"),
         ("data.train={generator: class, options: {sise: 3}}", "data.train.options.sise"),
     ],
 )
