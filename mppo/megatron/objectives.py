@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mppo.algorithm.actor_loss import ActorTerms, actor_loss
 from mppo.algorithm.policy_losses import PolicyInputs
-from mppo.algorithm.statistics import Ratio
+from mppo.algorithm.rollout_correction import PREFIX, mismatch
+from mppo.algorithm.statistics import Statistic, prefixed, total
 from mppo.algorithm.value_loss import clipped_value_loss
 from mppo.batch.packed import PackedBatch
 from mppo.megatron.head import HeadOutput, LastHidden, PolicyHead
@@ -41,11 +42,11 @@ class Offenders:
     def __init__(self):
         self._flags: list[tuple[Tensor, Tensor]] = []
 
-    def look(self, token_loss: Tensor, batch: PackedBatch) -> Ratio:
+    def look(self, token_loss: Tensor, batch: PackedBatch) -> Statistic:
         """Remember the trajectories concerned; returns how many tokens they are."""
         broken = batch.loss_mask & ~torch.isfinite(token_loss.detach())
         self._flags.append((batch.indices, batch.segments.lengths(broken) > 0))
-        return Ratio.total(broken.double())
+        return total(broken)
 
     def indices(self) -> list[int]:
         """Places in the global batch, of this rank's micro-batches."""
@@ -98,19 +99,13 @@ class PolicyObjective:
             None if head.full_kl is None else torch.where(mask, head.full_kl, 0.0),
         )
         reported[NON_FINITE] = self.offenders.look(loss, batch)
-        statistics = {self.prefix + name: ratio for name, ratio in reported.items()}
-        if batch.old_log_probs is None:
-            statistics |= self._mismatch(old_log_probs, batch)
+        statistics = prefixed(self.prefix, reported)
+        if (
+            batch.old_log_probs is None
+        ):  # no pass of its own has reported how far the anchor is from the rollout's policy
+            log_ratio = old_log_probs.double() - batch.rollout_log_probs.double()
+            statistics |= prefixed(PREFIX, mismatch(log_ratio, mask))
         return *weighted_sum(loss, batch, self.tokens), statistics
-
-    @staticmethod
-    def _mismatch(log_probs: Tensor, batch: PackedBatch) -> dict[str, Ratio]:
-        """How far the anchor is from the policy that generated, where it has no pass of its own."""
-        mismatch = log_probs - batch.rollout_log_probs
-        return {
-            "rollout/log_prob_distance": Ratio.mean(mismatch.abs(), batch.loss_mask),
-            "rollout/kl_to_trainer": Ratio.mean(-mismatch, batch.loss_mask),
-        }
 
     def _head(self, output: LastHidden, batch: PackedBatch) -> HeadOutput:
         reference, names = None, ["log_probs"]
@@ -142,10 +137,9 @@ class ValueObjective:
         """Megatron's triple for values `[A, 1]`."""
         loss, reported = clipped_value_loss(values.squeeze(-1), batch.values, batch.returns, self.cliprange)
         statistics = {name: s.reduce(batch.loss_mask) for name, s in reported.items()}
-        statistics["vf_loss"] = Ratio.total(torch.where(batch.loss_mask, loss.detach(), 0.0) * batch.token_weights)
+        statistics["vf_loss"] = total(torch.where(batch.loss_mask, loss.detach(), 0.0) * batch.token_weights)
         statistics[NON_FINITE] = self.offenders.look(loss, batch)
-        statistics = {self.prefix + name: ratio for name, ratio in statistics.items()}
-        return *weighted_sum(loss, batch, self.tokens), statistics
+        return *weighted_sum(loss, batch, self.tokens), prefixed(self.prefix, statistics)
 
 
 Objective = PolicyObjective | ValueObjective

@@ -83,7 +83,7 @@ class RunSpec:
             correction.rollout_is is not None
             or correction.rollout_rs is not None
             or algorithm.use_kl_in_reward
-            or self.estimator.reads_old_policy
+            or self.estimator.traits.reads_old_policy
             or self.policy_loss.needs_mini_batch
         )
         automatic = self.config.actor.old_log_prob_pass == "auto" and not correction.bypass_mode
@@ -113,7 +113,7 @@ def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
     estimator = make_estimator(algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
     reward = REWARDS.get(config.reward.function)
     actor = _actor_settings(config, loss.loss_agg_mode, correction.denominator)
-    critic = _critic_settings(config, actor) if estimator.critic else None
+    critic = _critic_settings(config, actor) if estimator.traits.critic else None
     _check_names(config, actor)
     spec = RunSpec(
         config=config,

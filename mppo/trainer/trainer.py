@@ -10,6 +10,7 @@ from mppo.algorithm.advantages.groups import groups_of_one
 from mppo.algorithm.diagnostics import explained_variance
 from mppo.algorithm.kl import FULL, KLController, kl_penalty
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct
+from mppo.algorithm.statistics import mean, numbers, reduced
 from mppo.batch.trajectory import Trajectory
 from mppo.errors import DataError, RewardError
 from mppo.megatron import platform
@@ -20,7 +21,7 @@ from mppo.rollout.rewards import check_parts, score
 from mppo.trainer.assemble import Parts
 from mppo.trainer.batches import StepBatch, balance, check_budgets, cut_mini_batch
 from mppo.trainer.collecting import greedy_rewards, select_groups, values_of_groups
-from mppo.trainer.metrics import MeanOverUpdates, batch_metrics, mismatch_metrics, trajectory_metrics
+from mppo.trainer.metrics import MeanOverUpdates, batch_statistics, trajectory_metrics
 from mppo.trainer.preparation import CurrentPolicyFields, advantage_inputs
 from mppo.trainer.redistribution import balanced_mini_batches
 from mppo.trainer.replay import ReplayBuffer, Rollout
@@ -150,7 +151,7 @@ class Trainer:
         ]
         trajectories = self._generate(requests, self.parts.sampling)
         greedy = []
-        if self.spec.estimator.greedy_baseline:
+        if self.spec.estimator.traits.greedy_baseline:
             requests = [Request(group, group, prompt.ids, (seed, step, group)) for group, prompt in prompts.items()]
             greedy = self._generate(requests, self.parts.greedy)
         self.buffer.add(Rollout(trajectories, prompts, greedy))
@@ -183,7 +184,7 @@ class Trainer:
     @named_step
     def balance(self, rollout: Rollout, step: int) -> StepBatch:
         """Step 3: bring every trajectory to the data-parallel rank that trains it first, and pack."""
-        baselines = greedy_rewards(rollout) if self.spec.estimator.greedy_baseline else None
+        baselines = greedy_rewards(rollout) if self.spec.estimator.traits.greedy_baseline else None
         model, seed = self.parts.model.config, self.config.trainer.seed
         batch = balance(rollout.trajectories, self.spec.actor, model, step, seed, self.topology, baselines)
         check_budgets(batch.table, self.spec.actor.limits, self.topology)
@@ -200,7 +201,7 @@ class Trainer:
         if self.spec.anchor_is_current:
             return batch  # the objective takes the current log-probs, which are the same
         algorithm, names = self.config.algorithm, ["log_probs"]
-        if self.spec.estimator.sum_pi_squared:
+        if self.spec.estimator.traits.sum_pi_squared:
             names.append("sum_pi_squared")
         if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL:
             names.append("hidden")
@@ -253,10 +254,8 @@ class Trainer:
         with fail_together():
             self.spec.estimator.check_finite(result, inputs)
         batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
-        self.metrics |= batch_metrics(batch.packed, self.reduction)
-        if self.spec.makes_old_pass:
-            self.metrics |= mismatch_metrics(batch.packed, self.reduction)
-        if self.spec.estimator.groups:
+        self.metrics |= numbers(reduced(batch_statistics(batch.packed), self.reduction))
+        if self.spec.estimator.traits.groups:
             self._count_groups_of_one(groups_of_one(inputs))
         if self.parts.critic is not None:
             self.metrics["critic/explained_variance"] = explained_variance(
@@ -297,7 +296,7 @@ class Trainer:
     def _penalise(self, batch: StepBatch) -> StepBatch:
         """Reward-side KL: subtract `beta * KL(old, ref)` from each action's reward, then steer beta.
 
-        The statistic is the mean over non-empty trajectories of their mean over actions (decisions: KL statistic).
+        The statistic is the mean over non-empty trajectories of their mean over actions.
         """
         packed, beta = batch.packed, self.kl_controller.coefficient
         kl = packed.full_kl
@@ -306,10 +305,10 @@ class Trainer:
         kl = torch.where(packed.mask, kl, 0.0)
         trains = packed.segments.lengths(packed.loss_mask) > 0
         means = packed.segments.mean(kl.double(), packed.loss_mask)
-        total, count = self.reduction.sum(torch.stack([means[trains].sum(), trains.sum().double()])).tolist()
-        current = total / max(count, 1.0)
+        statistic = mean(means, trains).reduced(self.reduction)
+        current = statistic.value
         self.metrics |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
-        self.kl_controller.update(current, int(count))
+        self.kl_controller.update(current, int(statistic.count))
         return batch.with_fields(rewards=packed.rewards - beta * kl)
 
     def _count_groups_of_one(self, count: int) -> None:
@@ -346,10 +345,10 @@ class Trainer:
             reference_weight = self.parts.reference.output_weight()
         with self.parts.actor.training():
             for number, (batch, indices) in enumerate(steps):
-                complete, summary = self.current_policy_fields.add(batch, indices, number)
+                complete, corrected = self.current_policy_fields.add(batch, indices, number)
                 mini_batch = cut_mini_batch(complete, indices, settings, self.topology)
                 objective = PolicyObjective(self.parts.head, terms, mini_batch.tokens, reference_weight, self.combine)
-                mean.add(*self.parts.actor.update(mini_batch, objective), summary)
+                mean.add(*self.parts.actor.update(mini_batch, objective), corrected)
         self.metrics |= mean.metrics()
         if terms.kl_loss_coef is not None:
             self.metrics["actor/kl_coef"] = terms.kl_loss_coef

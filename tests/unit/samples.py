@@ -1,6 +1,5 @@
 """Small trajectories and packed vectors, made by hand or drawn by hypothesis."""
 
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -8,11 +7,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.segments import Segments
 from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.trajectory import Trajectory
-from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from mppo.trainer.batches import TrajectoryTable
 
 
@@ -132,8 +129,3 @@ def differing_fields(one: PackedBatch, other: PackedBatch) -> list[str]:
 def masked_sum(loss: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
     """How token losses become one number."""
     return (torch.where(mask, loss, 0.0) * weights).sum()
-
-
-def over_parts(parts: list[Any], compute: Callable[[Any, Reduction], Any]) -> list[Any]:
-    """`compute(part, reduction)` for all parts of a batch at once, where `reduction` is over the parts."""
-    return on_simulated_ranks(parts, lambda part, exchange: compute(part, exchange.reduction()))

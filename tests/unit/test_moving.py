@@ -3,9 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mppo.algorithm.reduction import Reduction
 from mppo.batch.moving import moved
 from mppo.batch.packed import pack
-from mppo.check_loss.simulated_ranks import Exchange, on_simulated_ranks
+from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from tests.unit.samples import assignments, batches, differing_fields, held_by, trajectory, with_every_field
 
 pytestmark = pytest.mark.unit
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.unit
 RANKS = 3
 
 
-def all_to_all(rank: int, exchange: Exchange):
+def all_to_all(rank: int, exchange: Reduction):
     """What `exchange_rows` does between processes."""
 
     def swap(x, sent, received):
