@@ -6,7 +6,6 @@ the batch travel on the device.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed.nn
 from torch import Tensor
 
 from mppo.algorithm.reduction import Reduction
-from mppo.algorithm.statistics import Ratio
+from mppo.algorithm.statistics import Statistics, reduced
 from mppo.errors import MppoError, RankError
 from mppo.megatron import platform
 from mppo.megatron.topology import Topology
@@ -34,21 +33,27 @@ def _reduced(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.Reduc
 
 def data_parallel_reduction(topology: Topology) -> Reduction:
     """Of numbers about a data-parallel rank's part of the batch."""
-    group = topology.dp_group
+    return _reduction(topology.dp_group)
 
-    def gathered(x: Tensor) -> Tensor:
-        sizes = [torch.zeros(1, dtype=torch.long, device=x.device) for _ in range(topology.dp)]
-        dist.all_gather(sizes, torch.full_like(sizes[0], len(x)), group)
-        lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=x.dtype, device=x.device)
-        padded[: len(x)] = x
-        pieces = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(pieces, padded, group)
-        return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
 
+def _reduction(group: dist.ProcessGroup) -> Reduction:
     return Reduction(
-        sum=lambda x: _reduced(x, group), max=lambda x: _reduced(x, group, dist.ReduceOp.MAX), gather=gathered
+        sum=lambda x: _reduced(x, group),
+        max=lambda x: _reduced(x, group, dist.ReduceOp.MAX),
+        gather=lambda x: _gathered(x, group),
     )
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[n_r]` of each rank -> `[sum of n_r]`, in rank order."""
+    sizes = [torch.zeros(1, dtype=torch.long, device=platform.device()) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.full_like(sizes[0], len(x)), group)
+    lengths = [int(size) for size in sizes]
+    padded = torch.zeros(max(lengths), dtype=x.dtype, device=platform.device())
+    padded[: len(x)] = x
+    pieces = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(pieces, padded, group)
+    return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)]).to(x.device)
 
 
 def sum_with_gradient(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
@@ -109,22 +114,17 @@ def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tenso
     return value.to(like.device)
 
 
-def reduce_statistics(statistics: dict[str, Ratio], topology: Topology) -> dict[str, Ratio]:
-    """Metrics of a mini-batch, exact over the global batch: one all-reduce over DP x CP, one broadcast over PP.
+def reduce_statistics(statistics: Statistics, topology: Topology) -> Statistics:
+    """Metrics of a mini-batch, exact over the global batch: reduced over DP x CP, one broadcast over PP.
 
     Every rank of that group must bring the same names.
     """
-    reduced: list[dict[str, Ratio]] = [{}]
+    whole: list[Statistics] = [{}]
     if topology.is_last_stage:
-        names = sorted(statistics)
-        table = torch.stack([torch.stack([statistics[n].numerator, statistics[n].denominator]) for n in names])
-        table = _reduced(table, topology.dp_cp_group).cpu()
-        reduced = [
-            {n: replace(statistics[n], numerator=r[0], denominator=r[1]) for n, r in zip(names, table, strict=True)}
-        ]
+        whole = [reduced(statistics, _reduction(topology.dp_cp_group))]
     if topology.pp > 1:
-        dist.broadcast_object_list(reduced, topology.last_stage_rank, group=topology.pp_group)
-    return reduced[0]
+        dist.broadcast_object_list(whole, topology.last_stage_rank, group=topology.pp_group)
+    return whole[0]
 
 
 def gather_from_all(item: Any) -> list[Any]:

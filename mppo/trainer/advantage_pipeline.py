@@ -9,10 +9,11 @@ from mppo.algorithm.diagnostics import explained_variance
 from mppo.algorithm.kl import KLController, kl_penalty
 from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct
+from mppo.algorithm.statistics import mean, numbers, reduced
 from mppo.megatron.collectives import fail_together
 from mppo.trainer.batches import StepBatch
 from mppo.trainer.estimator_inputs import estimator_inputs
-from mppo.trainer.metrics import batch_metrics, mismatch_metrics
+from mppo.trainer.metrics import batch_statistics
 from mppo.trainer.run_spec import Anchor, RunSpec
 from mppo.trainer.shaping import RunningMoments, add_to_outcomes, shape_outcomes, shaping_metrics, without_truncated
 
@@ -40,10 +41,8 @@ class AdvantagePipeline:
         with fail_together():
             self.spec.estimator.check_finite(result, inputs)
         batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
-        self.metrics.update(batch_metrics(batch.packed, self.reduction))
-        if self.spec.anchor(len(batch.table)) is Anchor.OWN_PASS:
-            self.metrics.update(mismatch_metrics(batch.packed, self.reduction))
-        if self.spec.estimator.groups:
+        self.metrics.update(numbers(reduced(batch_statistics(batch.packed), self.reduction)))
+        if self.spec.estimator.traits.groups:
             self.metrics["advantage/groups_of_one"] = float(groups_of_one(inputs))
         if (values := batch.packed.get("values")) is not None:
             self.metrics["critic/explained_variance"] = explained_variance(
@@ -98,9 +97,7 @@ class AdvantagePipeline:
             kl = kl_penalty(packed["old_log_probs"], packed["ref_log_probs"], form)
         kl = torch.where(packed.mask, kl, 0.0)
         trains = packed.segments.lengths(packed.loss_mask) > 0
-        means = packed.segments.mean(kl.double(), packed.loss_mask)
-        total, count = self.reduction.sum(torch.stack([means[trains].sum(), trains.sum().double()])).tolist()
-        current = total / max(count, 1.0)
-        self.metrics.update({"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta})
-        self.kl_controller.update(current, int(count))
+        statistic = mean(packed.segments.mean(kl.double(), packed.loss_mask), trains).reduced(self.reduction)
+        self.metrics.update({"actor/reward_kl_penalty": statistic.value, "actor/reward_kl_penalty_coeff": beta})
+        self.kl_controller.update(statistic.value, int(statistic.count))
         return batch.with_fields(rewards=packed["rewards"] - beta * kl)

@@ -141,7 +141,7 @@ def _asking(spec: RunSpec) -> Asking:
         greedy=_sampling(config, 0.0),
         run_seed=config.trainer.seed,
         timeout_s=config.rollout.timeout_s,
-        with_baseline=spec.estimator.greedy_baseline,
+        with_baseline=spec.estimator.traits.greedy_baseline,
         prompts_per_draw=config.data.train_batch_size,
     )
 

@@ -6,6 +6,7 @@ mini-batch. Both see the current log-probs of all of it, whatever the cut.
 
 import random
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from mppo.algorithm.policy_losses import MiniBatchInputs, PolicyLoss
 from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct
-from mppo.algorithm.summary import Reduced
+from mppo.algorithm.statistics import Statistics
 from mppo.batch.packed import PREPARED, PackedBatch
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.objectives import LogProbPass
@@ -37,21 +38,21 @@ class CurrentPolicyFields:
         correction = self.spec.correction
         return correction.bypass_mode and (correction.rollout_is is not None or correction.rollout_rs is not None)
 
-    def add(self, batch: StepBatch, indices: list[int], number: int) -> tuple[StepBatch, Reduced | None]:
-        """The batch with what the mini-batch `indices` needs, and the numbers of its correction.
+    def add(self, batch: StepBatch, indices: list[int], number: int) -> tuple[StepBatch, Statistics]:
+        """The batch with what the mini-batch `indices` needs, and the statistics of its correction.
 
         It is the `number`th of the training step. Costs a forward pass over it, unless nothing is needed, or the anchor
         is the current policy.
         """
         if not self.corrects and not self.spec.policy_loss.needs_mini_batch:
-            return batch, None
+            return batch, {}
         log_probs = self._current_log_probs(batch, indices, number)
-        summary = None
+        statistics: Statistics = {}
         if self.corrects:
-            batch, summary = self._correct(batch, indices, log_probs)
+            batch, statistics = self._correct(batch, indices, log_probs)
         if self.spec.policy_loss.needs_mini_batch:
             batch = self._run_prepare(batch, indices, log_probs, number)
-        return batch, summary
+        return batch, statistics
 
     def _current_log_probs(self, batch: StepBatch, indices: list[int], number: int) -> Tensor:
         """`[T]`. Before the first update of a step they are those of the anchor, which need no pass."""
@@ -60,7 +61,7 @@ class CurrentPolicyFields:
         limit = self.spec.actor.infer_limit
         return self.actor.forward(batch, limit, LogProbPass(self.head), indices)["log_probs"]
 
-    def _correct(self, batch: StepBatch, indices: list[int], log_probs: Tensor) -> tuple[StepBatch, Reduced]:
+    def _correct(self, batch: StepBatch, indices: list[int], log_probs: Tensor) -> tuple[StepBatch, Statistics]:
         part = _part(batch, indices)
         inputs = CorrectionInputs(
             log_probs=log_probs[part.origin],
@@ -74,7 +75,7 @@ class CurrentPolicyFields:
             batch = batch.with_fields(rollout_is_weights=_put_back(batch, part, correction.importance_weights))
         kept = batch.packed.loss_mask.clone()
         kept[part.origin] = correction.kept
-        return batch.keeping(kept, self.reduction), correction.summary
+        return batch.keeping(kept, self.reduction), correction.statistics
 
     def _run_prepare(self, batch: StepBatch, indices: list[int], log_probs: Tensor, number: int) -> StepBatch:
         seed = random.Random(f"{self.spec.config.trainer.seed}/{batch.step}/{number}").getrandbits(60)
@@ -89,10 +90,8 @@ def with_prepared(
     `log_probs [T]` are those of the policy about to be updated. Collective over data-parallel ranks.
     """
     part, lengths = _part(batch, indices), batch.table.lengths
-    starts, size = {}, 0
-    for index in indices:
-        starts[index] = size
-        size += lengths[index]
+    ends = accumulate(lengths[i] for i in indices)
+    starts = {index: end - lengths[index] for index, end in zip(indices, ends, strict=True)}
     start = torch.tensor([starts[i] for i in part.indices.tolist()], dtype=torch.long)
     inputs = MiniBatchInputs(
         log_probs=log_probs[part.origin],
@@ -101,7 +100,6 @@ def with_prepared(
         mask=part.loss_mask,
         segments=part.segments,
         batch_positions=part.segments.expand(start) + part.positions,
-        size=size,
         seed=seed,
         reduction=reduction,
     )

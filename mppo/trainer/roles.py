@@ -9,7 +9,7 @@ import torch
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mppo.algorithm.statistics import Ratio, add_up
+from mppo.algorithm.statistics import Statistics, add_up
 from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import OptimConfig
 from mppo.errors import TrainingError
@@ -127,7 +127,7 @@ class TrainableRole(Role):
         with self.onloaded():
             load_role(self.chunks, self.optimizer, folder)
 
-    def update(self, mini_batch: MiniBatch, objective: Objective) -> tuple[dict[str, Ratio], dict[str, float]]:
+    def update(self, mini_batch: MiniBatch, objective: Objective) -> tuple[Statistics, dict[str, float]]:
         """One optimizer step, inside `onloaded`: zero, forward and backward of all micro-batches, step.
 
         Returns metrics over the global mini-batch, and the gradient norm, the learning rate and, where it is on, the

@@ -106,7 +106,7 @@ class RunSpec:
             self.correction.rollout_is is not None
             or self.correction.rollout_rs is not None
             or self.config.algorithm.use_kl_in_reward
-            or self.estimator.reads_old_policy
+            or self.estimator.traits.reads_old_policy
             or self.policy_loss.needs_mini_batch
         )
 
@@ -128,7 +128,7 @@ def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
     probe(loss)
     estimator = make_estimator(algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
     actor = _actor_settings(config, loss.loss_agg_mode, correction.denominator)
-    critic = _critic_settings(config, actor) if estimator.critic else None
+    critic = _critic_settings(config, actor) if estimator.traits.critic else None
     _check_names(config, actor)
     spec = RunSpec(
         config=config,

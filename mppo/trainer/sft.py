@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import torch
 
-from mppo.algorithm.statistics import Ratio
+from mppo.algorithm.statistics import mean
 from mppo.batch.trajectory import Answer, Judgement, Trajectory, TrajectoryId
 from mppo.config import Config
 from mppo.errors import ConfigError, DataError
@@ -67,12 +67,15 @@ class SupervisedTrainer:
     def train_step(self, step: int) -> dict[str, float]:
         """Draw prompts, and go through their answers in epochs of mini-batches."""
         batch = self.batch(self.stream.draw(self.config.data.train_batch_size), step)
-        settings, mean = self.spec.actor, MeanOverUpdates("sft/")
+        settings, over_updates = self.spec.actor, MeanOverUpdates("sft/")
         with self.actor.onloaded():
-            for piece, indices in balanced_mini_batches(batch, settings, self.config.trainer.seed, self.topology):
+            seed = self.config.trainer.seed
+            for piece, indices in balanced_mini_batches(batch, settings, seed, self.topology):
                 mini_batch = cut_mini_batch(piece, indices, settings, self.topology, SupervisedObjective.reads)
-                mean.add(*self.actor.update(mini_batch, SupervisedObjective(self.head, mini_batch.total_tokens)))
-        return mean.metrics()
+                over_updates.add(
+                    *self.actor.update(mini_batch, SupervisedObjective(self.head, mini_batch.total_tokens))
+                )
+        return over_updates.metrics()
 
     def batch(self, prompts: Mapping[int, Prompt], step: int) -> StepBatch:
         """Each rank makes the trajectories of its share of the prompts. Collective."""
@@ -90,9 +93,7 @@ class SupervisedTrainer:
     def token_loss(self, batch: StepBatch) -> float:
         """Mean negative log-prob of the tokens of all answers of the batch. Collective."""
         log_probs = self.actor.forward(batch, self.spec.actor.infer_limit, LogProbPass(self.head))["log_probs"]
-        ratio = Ratio.mean(-log_probs, batch.packed.loss_mask)
-        reduction = data_parallel_reduction(self.topology)
-        return Ratio(reduction.sum(ratio.numerator), reduction.sum(ratio.denominator)).value
+        return mean(-log_probs, batch.packed.loss_mask).reduced(data_parallel_reduction(self.topology)).value
 
 
 def supervised_answer(number: int, prompt: Prompt, model: PretrainedModel, longest: int) -> Answer:

@@ -231,7 +231,7 @@ class Trainer:
         if anchor is Anchor.CURRENT_POLICY:
             return batch  # the objective takes the current log-probs, which are the same
         algorithm, names = self.config.algorithm, ["log_probs"]
-        if self.spec.estimator.sum_pi_squared:
+        if self.spec.estimator.traits.sum_pi_squared:
             names.append("sum_pi_squared")
         if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL:
             names.append("hidden")

@@ -88,7 +88,7 @@ def test_a_critic_in_bf16_beside_an_actor_in_float32(other_family, one_process, 
     found, expected = (of.column("critic/vf_loss")[0] for of in (run, one_process))
     assert found != expected
     assert found == pytest.approx(expected, rel=0.05)
-    assert max(run.column("rollout/log_prob_distance")) < 1e-5
+    assert max(run.column("rollout_corr/log_prob_distance")) < 1e-5
 
 
 ONE_BY_ONE = (  # so that the load-balancing loss is of the same tokens in every layout

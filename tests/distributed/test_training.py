@@ -35,7 +35,7 @@ def test_the_ratio_is_one_at_the_first_update(learned):
 
 
 def test_the_engine_and_the_trainer_agree_on_log_probs(learned):
-    assert max(learned.column("rollout/log_prob_distance")) < 1e-5
+    assert max(learned.column("rollout_corr/log_prob_distance")) < 1e-5
 
 
 def test_a_run_leaves_a_log_metrics_samples_tensorboard_and_a_curve(learned):
@@ -139,7 +139,7 @@ def test_a_mixture_of_experts_trains_alike_wherever_its_experts_are(experts_on_o
     run = train("class", 2, tmp_path, *EXPERTS, *overrides)
     for name in ("actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/balance_loss", "reward/mean"):
         assert run.column(name) == pytest.approx(experts_on_one_process.column(name), rel=1e-4, abs=1e-6), name
-    assert max(run.column("rollout/log_prob_distance")) < 1e-5
+    assert max(run.column("rollout_corr/log_prob_distance")) < 1e-5
 
 
 def test_a_mixture_of_experts_resumes_in_another_layout(experts_on_one_process, tmp_path):
@@ -183,7 +183,7 @@ def test_a_critic_under_the_distributed_optimizer_resumes_in_another_layout(tmp_
 def test_bf16_with_fp32_master_weights_trains(tmp_path):
     run = train("class", 2, tmp_path, *SHORT, *layout(2, 1), "model.dtype=bfloat16")
     assert len(run.column("actor/grad_norm")) == 3
-    assert max(run.column("rollout/log_prob_distance")) < 0.05
+    assert max(run.column("rollout_corr/log_prob_distance")) < 0.05
 
 
 def test_a_rank_with_nothing_to_train_joins_every_collective(tmp_path):

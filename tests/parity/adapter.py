@@ -115,7 +115,6 @@ def policy_inputs(packed: Packed, loss: PolicyLoss, inputs: dict, log_probs: Ten
         mask=x.mask,
         segments=x.segments,
         batch_positions=torch.arange(len(packed.batch)),
-        size=len(packed.batch),
         seed=0,
     )
     return replace(x, prepared=loss.prepare(mini_batch))

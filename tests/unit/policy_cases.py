@@ -10,7 +10,7 @@ from torch import Tensor
 from mppo.algorithm.aggregation import BatchCounts, token_weights
 from mppo.algorithm.policy_losses import POLICY_LOSSES, MiniBatchInputs, PolicyInputs, PolicyLoss, policy_loss
 from mppo.algorithm.reduction import WHOLE, Reduction
-from mppo.algorithm.statistics import Ratio
+from mppo.algorithm.statistics import Statistics
 from mppo.batch.packed import PREPARED, PackedBatch
 from tests.unit.samples import masked_sum, normals, packed_batches, segments_of
 
@@ -48,7 +48,6 @@ def prepared(
     batch: PackedBatch,
     log_probs: Tensor,
     places: Tensor | None = None,
-    size: int | None = None,
     seed: int = 7,
     reduction: Reduction = WHOLE,
 ) -> PackedBatch:
@@ -62,7 +61,6 @@ def prepared(
         mask=batch.mask,
         segments=batch.segments,
         batch_positions=torch.arange(len(batch)) if places is None else places,
-        size=len(batch) if size is None else size,
         seed=seed,
         reduction=reduction,
     )
@@ -81,7 +79,7 @@ class Evaluation:
     """Weighed by the loss's own aggregation mode."""
     gradient: Tensor
     """`[T]`"""
-    statistics: dict[str, Ratio]
+    statistics: Statistics
 
     @property
     def numbers(self) -> dict[str, float]:

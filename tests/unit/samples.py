@@ -1,18 +1,15 @@
 """Small trajectories and packed vectors, made by hand or drawn by hypothesis."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.segments import Segments
 from mppo.batch.packed import CORE, PREPARED, PackedBatch, pack
 from mppo.batch.table import TrajectorySummary, TrajectoryTable
 from mppo.batch.trajectory import Answer, Judgement, Purpose, Status, Trajectory, TrajectoryId
-from mppo.check_loss.simulated_ranks import on_simulated_ranks
 
 
 def segments_of(*lengths: int) -> Segments:
@@ -150,8 +147,3 @@ def differing_fields(one: PackedBatch, other: PackedBatch) -> list[str]:
 def masked_sum(loss: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
     """How token losses become one number."""
     return (torch.where(mask, loss, 0.0) * weights).sum()
-
-
-def over_parts(parts: list[Any], compute: Callable[[Any, Reduction], Any]) -> list[Any]:
-    """`compute(part, reduction)` for all parts of a batch at once, where `reduction` is over the parts."""
-    return on_simulated_ranks(parts, lambda part, exchange: compute(part, exchange.reduction()))
