@@ -1,7 +1,7 @@
 """Does a policy loss keep the promises that training rests on? `examine` finds out, on a small random mini-batch.
 
-What passes here trains the same under every layout: the framework multiplies by token weights, cuts and sums, and relies
-on the loss for no more than this.
+What passes here trains the same under every layout: the framework multiplies by token weights, cuts and sums, and
+relies on the loss for no more than this.
 """
 
 from collections.abc import Callable

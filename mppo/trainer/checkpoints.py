@@ -13,7 +13,6 @@ from megatron.core import dist_checkpointing
 from mppo.errors import ConfigError
 from mppo.megatron.collectives import fail_together
 from mppo.megatron.role_checkpoint import load_role, random_state, save_role, set_random_state
-from mppo.trainer.shaping import RunningMoments
 
 if TYPE_CHECKING:
     from mppo.trainer.trainer import Trainer
@@ -42,9 +41,9 @@ class Checkpoints:
                 save_role(role.chunks, role.optimizer, target / name)
         run = {
             "step": step,
-            "kl_coefficient": trainer.kl_controller.coefficient,
+            "kl_controller": trainer.kl_controller.state_dict(),
             "batches_drawn": trainer.batches_drawn,
-            "reward_moments": asdict(trainer.moments),
+            "reward_moments": trainer.moments.state_dict(),
             "layout": self._layout(trainer),
             **random_state(trainer.topology),
         }
@@ -63,9 +62,9 @@ class Checkpoints:
             with role.training():
                 load_role(role.chunks, role.optimizer, source / name)
         run = dist_checkpointing.load_common_state_dict(str(source / "run"))
-        trainer.kl_controller.coefficient = run["kl_coefficient"]
+        trainer.kl_controller.load_state_dict(run["kl_controller"])
         trainer.batches_drawn = run.get("batches_drawn", run["step"])
-        trainer.moments = RunningMoments(**run.get("reward_moments", {}))
+        trainer.moments.load_state_dict(run["reward_moments"])
         if run["layout"] == self._layout(trainer):  # another layout has other ranks, and starts its generators anew
             states = dist_checkpointing.load({**random_state(trainer.topology)}, str(source / "run"))
             set_random_state(states["rng"])

@@ -1,49 +1,9 @@
-"""Which groups of answers a step trains on: all, or with dynamic sampling those with a signal (DAPO, 2503.14476)."""
+"""What the answers of all ranks are worth, by group."""
 
 from collections import defaultdict
-from dataclasses import dataclass
 
 from mppo.megatron.collectives import gather_from_all
 from mppo.trainer.replay import Rollout
-
-
-@dataclass(frozen=True)
-class Selection:
-    """A choice of groups, and what became of the others."""
-
-    chosen: list[int]
-    with_signal: int
-    """Of all groups drawn."""
-    without_signal: int
-    used_without_signal: int
-    """Groups without signal that fill the step up, because the bound on batches was reached."""
-
-    def metrics(self, batches: int) -> dict[str, float]:
-        """`batches` of prompts were drawn."""
-        drawn = self.with_signal + self.without_signal
-        return {
-            "rollout/generation_batches": float(batches),
-            "rollout/groups_without_signal": float(self.without_signal),
-            "rollout/groups_without_signal_used": float(self.used_without_signal),
-            "rollout/groups_left_out": float(drawn - len(self.chosen)),
-        }
-
-
-def has_signal(values: list[float]) -> bool:
-    """Whether a group's answers are not all worth the same."""
-    return max(values) != min(values)
-
-
-def select_groups(values: dict[int, list[float]], wanted: int) -> Selection:
-    """The first `wanted` groups with signal, filled up with the first of those without.
-
-    `values` are what the answers of each group are worth; order is by the group's number.
-    """
-    signal = [group for group in sorted(values) if has_signal(values[group])]
-    silent = [group for group in sorted(values) if not has_signal(values[group])]
-    filling = silent[: max(wanted - len(signal), 0)]
-    chosen = sorted(signal[:wanted] + filling)
-    return Selection(chosen, len(signal), len(silent), len(filling))
 
 
 def values_of_groups(rollout: Rollout, metric: str) -> dict[int, list[float]]:

@@ -8,7 +8,15 @@ import torch
 
 from mppo.algorithm.advantages.groups import groups_of_one
 from mppo.algorithm.diagnostics import explained_variance
+from mppo.algorithm.group_selection import select_groups
 from mppo.algorithm.kl import FULL, KLController, kl_penalty
+from mppo.algorithm.reward_shaping import (
+    RunningMoments,
+    add_at_last_action,
+    shape_outcomes,
+    shaping_metrics,
+    without_trajectories,
+)
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct
 from mppo.algorithm.statistics import mean, numbers, reduced
 from mppo.batch.trajectory import Trajectory
@@ -20,13 +28,13 @@ from mppo.rollout.engines.contract import Request, SamplingParams
 from mppo.rollout.rewards import check_parts, score
 from mppo.trainer.assemble import Parts
 from mppo.trainer.batches import StepBatch, balance, check_budgets, cut_mini_batch
-from mppo.trainer.collecting import greedy_rewards, select_groups, values_of_groups
+from mppo.trainer.collecting import greedy_rewards, values_of_groups
 from mppo.trainer.metrics import MeanOverUpdates, batch_statistics, trajectory_metrics
 from mppo.trainer.preparation import CurrentPolicyFields, advantage_inputs
 from mppo.trainer.redistribution import balanced_mini_batches
 from mppo.trainer.replay import ReplayBuffer, Rollout
 from mppo.trainer.reporter import SampleLine
-from mppo.trainer.shaping import RunningMoments, add_to_outcomes, shape_outcomes, shaping_metrics, without_truncated
+from mppo.trainer.shaping import outcome_shaping
 from mppo.weights.transfer import save_hf
 
 
@@ -269,7 +277,9 @@ class Trainer:
         In bypass mode that follows for each mini-batch, by the current policy.
         """
         if self.config.algorithm.overlong_masking:
-            kept = without_truncated(batch.packed, batch.table.truncated)
+            packed = batch.packed
+            truncated = torch.tensor(batch.table.truncated)[packed.indices]
+            kept = without_trajectories(packed.loss_mask, truncated, packed.segments)
             batch = batch.keeping(kept, self.reduction)
         correction, packed = self.spec.correction, batch.packed
         if not self.spec.makes_old_pass:
@@ -285,13 +295,16 @@ class Trainer:
 
     def _shape(self, batch: StepBatch) -> StepBatch:
         """Length penalty, normalisation and clip of the outcomes."""
-        reward, table = self.config.reward, batch.table
+        reward, table, packed = self.config.reward, batch.table, batch.packed
         if not reward.shapes:
             return batch
-        shaped = shape_outcomes(table, reward, self.config.data.max_response_length, self.moments)
-        self.metrics |= shaping_metrics(shaped, reward, self.moments)
-        changes = [after - before for after, before in zip(shaped, table.outcomes, strict=True)]
-        return batch.with_fields(rewards=add_to_outcomes(batch.packed, changes))
+        shaping = outcome_shaping(reward, self.config.data.max_response_length)
+        shaped = shape_outcomes(table.outcomes, table.actions, shaping, self.moments)
+        self.metrics |= shaping_metrics(shaped, shaping, self.moments)
+        before, after = (torch.tensor(x, dtype=torch.double)[packed.indices] for x in (table.outcomes, shaped))
+        return batch.with_fields(
+            rewards=add_at_last_action(packed.rewards, after - before, packed.mask, packed.segments)
+        )
 
     def _penalise(self, batch: StepBatch) -> StepBatch:
         """Reward-side KL: subtract `beta * KL(old, ref)` from each action's reward, then steer beta.
