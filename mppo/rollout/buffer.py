@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mppo.algorithm.group_selection import select_groups
 from mppo.errors import DataError
 from mppo.rollout.groups import Group, group_of, group_state
 from mppo.rollout.prompts import PromptStream
@@ -58,14 +59,14 @@ class Buffer:
     def take(self, count: int) -> Taken:
         """The oldest `count` groups, filled up with the oldest of those without a signal. Collective."""
         everywhere = self._numbers()
-        ready = sorted(number for numbers, _ in everywhere for number in numbers)
-        silent = sorted(number for _, numbers in everywhere for number in numbers)
-        chosen, filling = ready[:count], silent[: max(count - len(ready), 0)]
+        ready = [number for numbers, _ in everywhere for number in numbers]
+        silent = [number for _, numbers in everywhere for number in numbers]
+        selection = select_groups(ready, silent, count)
         mine = self._ready | self._silent
-        groups = [mine[number] for number in sorted([*chosen, *filling]) if number in mine]
-        self._ready = {number: group for number, group in self._ready.items() if number not in set(chosen)}
+        groups = [mine[number] for number in selection.chosen if number in mine]
+        self._ready = {number: group for number, group in self._ready.items() if number not in set(selection.chosen)}
         self._silent = {}
-        return Taken(groups, len(silent), len(filling), len(ready) - len(chosen))
+        return Taken(groups, len(silent), selection.used_without_signal, selection.left_over)
 
     def _numbers(self) -> list[tuple[list[int], list[int]]]:
         return self.gather((list(self._ready), list(self._silent)))

@@ -8,6 +8,13 @@ from mppo.algorithm.advantages.groups import groups_of_one
 from mppo.algorithm.diagnostics import explained_variance
 from mppo.algorithm.kl import KLController, kl_penalty
 from mppo.algorithm.reduction import Reduction
+from mppo.algorithm.reward_shaping import (
+    RunningMoments,
+    add_at_last_action,
+    shape_outcomes,
+    shaping_metrics,
+    without_trajectories,
+)
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct
 from mppo.algorithm.statistics import mean, numbers, reduced
 from mppo.megatron.collectives import fail_together
@@ -15,7 +22,6 @@ from mppo.trainer.batches import StepBatch
 from mppo.trainer.estimator_inputs import estimator_inputs
 from mppo.trainer.metrics import batch_statistics
 from mppo.trainer.run_spec import Anchor, RunSpec
-from mppo.trainer.shaping import RunningMoments, add_to_outcomes, shape_outcomes, shaping_metrics, without_truncated
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ class AdvantagePipeline:
         """By choice, answers that were cut off do not train."""
         if not self.spec.config.algorithm.overlong_masking:
             return batch
-        return batch.keeping(without_truncated(batch.packed, batch.table.truncated), self.reduction)
+        packed, truncated = batch.packed, batch.per_trajectory(batch.table.truncated).bool()
+        return batch.keeping(without_trajectories(packed.loss_mask, truncated, packed.segments), self.reduction)
 
     def _correct(self, batch: StepBatch) -> StepBatch:
         """Decoupled, weigh and reject by the anchor against the rollout's policy.
@@ -75,13 +82,14 @@ class AdvantagePipeline:
 
     def _shape(self, batch: StepBatch) -> StepBatch:
         """Length penalty, normalisation and clip of the outcomes."""
-        reward, table = self.spec.config.reward, batch.table
-        if not reward.shapes:
+        if not self.spec.config.reward.shapes:
             return batch
-        shaped = shape_outcomes(table, reward, self.spec.config.data.max_response_length, self.moments)
-        self.metrics.update(shaping_metrics(shaped, reward, self.moments))
+        shaping, table, packed = self.spec.outcome_shaping, batch.table, batch.packed
+        shaped = shape_outcomes(table.outcomes, table.actions, shaping, self.moments)
+        self.metrics.update(shaping_metrics(shaped, shaping, self.moments))
         changes = [after - before for after, before in zip(shaped, table.outcomes, strict=True)]
-        return batch.with_fields(rewards=add_to_outcomes(batch.packed, changes))
+        of_mine = batch.per_trajectory(changes)
+        return batch.with_fields(rewards=add_at_last_action(packed["rewards"], of_mine, packed.mask, packed.segments))
 
     def _penalise(self, batch: StepBatch) -> StepBatch:
         """Subtract `beta * KL(old, ref)` from each action's reward, then steer beta.

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from mppo.algorithm.advantages.groups import has_signal
+from mppo.algorithm.group_selection import has_signal
 from mppo.config import Config, PromptSource
 from mppo.megatron import platform, topology
 from mppo.megatron.collectives import fail_together, gather_from_all

@@ -63,11 +63,6 @@ def trajectory_metrics(table: TrajectoryTable, weight_version: int) -> dict[str,
     }
 
 
-def spread(name: str, values: list[float]) -> dict[str, float]:
-    """Mean and extremes of what every rank knows."""
-    return numbers(_spread(name, values))
-
-
 def _spread(name: str, values: list) -> Statistics:
     return mean_and_extremes(name, *_all(values))
 

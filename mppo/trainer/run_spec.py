@@ -11,6 +11,7 @@ from mppo.algorithm.aggregation import AGGREGATIONS
 from mppo.algorithm.kl import check_kl_form
 from mppo.algorithm.policy_losses import PolicyLoss, policy_loss
 from mppo.algorithm.policy_losses.probe import probe
+from mppo.algorithm.reward_shaping import OutcomeShaping
 from mppo.algorithm.rollout_correction import RolloutCorrectionConfig, rollout_correction_config
 from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import ActorConfig, Config, CriticConfig, ParallelConfig
@@ -84,6 +85,18 @@ class RunSpec:
             kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
             kl_loss_type=actor.kl_loss_type,
             importance_weighted=tuple(self.correction.apply_to),
+        )
+
+    @property
+    def outcome_shaping(self) -> OutcomeShaping:
+        """What becomes of outcomes before the estimator sees them."""
+        reward = self.config.reward
+        return OutcomeShaping(
+            max_response_length=self.config.data.max_response_length,
+            overlong_buffer=reward.overlong_buffer.len,
+            penalty_factor=reward.overlong_buffer.penalty_factor,
+            normalise=reward.running_normalization,
+            clip=reward.clip,
         )
 
     def anchor(self, trajectories: int) -> Anchor:

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from mppo.algorithm.kl import FULL, KLController
+from mppo.algorithm.reward_shaping import RunningMoments
 from mppo.batch.trajectory import Answer
 from mppo.megatron import platform
 from mppo.megatron.collectives import (
@@ -32,7 +33,6 @@ from mppo.trainer.redistribution import balanced_mini_batches, distribute
 from mppo.trainer.reporter import SampleLine
 from mppo.trainer.run import Run
 from mppo.trainer.run_spec import Anchor
-from mppo.trainer.shaping import RunningMoments
 from mppo.trainer.stateful import State, Stateful
 from mppo.weights.export import export_hf
 

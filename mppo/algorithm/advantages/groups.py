@@ -51,11 +51,6 @@ def groups_of_one(x: AdvantageInputs) -> int:
     return int((x.per_group(x.trains) == 1).sum())
 
 
-def has_signal(values: list[float]) -> bool:
-    """Whether a group's answers are not all worth the same (dynamic sampling: DAPO, arXiv:2503.14476)."""
-    return bool(values) and max(values) != min(values)
-
-
 @dataclass(frozen=True)
 class TwoLargest:
     """Of each group of the global batch, `[num_groups]`; of equals the first in the batch is the largest."""
