@@ -11,53 +11,30 @@ from torch import Tensor
 
 from mppo.megatron import platform
 
+WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What Adam keeps of each weight, under the names of torch's, TE's and apex's."""
 
 
 @dataclass(frozen=True)
-class MasterWeight:
-    """The fp32 weight that Adam updates for a model parameter, or what this rank has of it."""
+class Piece:
+    """What a rank has of the fp32 weight, and so of its moments."""
 
-    parameter: torch.nn.Parameter
-    """Of the model, whole, in the model's dtype."""
-    group: dist.ProcessGroup
-    """The data-parallel ranks, all of which have this parameter."""
-    is_spread: bool
-    """Whether a distributed optimizer spreads the fp32 weight over the group."""
+    tensor: Tensor
+    """Of the parameter's shape, or `[len(span)]` where it is spread."""
     span: slice
-    """What this rank has of the flattened parameter; empty where it has none of it."""
-    tensor: Tensor | None
-    """Of the parameter's shape, or `[len(span)]` where it is spread; None where this rank has none of it."""
-    adam: torch.optim.Optimizer | None
+    """Where it belongs in the flattened parameter."""
+    adam: torch.optim.Optimizer
     """torch's, TE's or apex's, which has `tensor` in one of its groups."""
 
-    def piece(self, name: str) -> Tensor | None:
-        """What this rank has of the `weight` or of one of the moments."""
-        if self.tensor is None or name == "weight":
-            return self.tensor
-        return self.adam.state[self.tensor][name]
-
-    def assemble(self, name: str, owner: int) -> Tensor:
-        """The whole `weight` or moment, on rank `owner` of the group; a spread one is collective and comes in host
-        memory. Elsewhere a placeholder of its shape, without memory."""
-        mine = self.group.rank() == owner
-        if self.is_spread:
-            whole = torch.zeros(self.parameter.numel(), device=platform.device())
-            if self.tensor is not None:
-                whole[self.span] = self.piece(name)
-            dist.reduce(whole, dist.get_global_rank(self.group, owner), group=self.group)
-            whole = whole.view(self.parameter.shape).cpu() if mine else whole
-        else:
-            whole = self.piece(name).detach()
-        return whole if mine else torch.zeros(()).expand(self.parameter.shape)
+    def named(self, name: str) -> Tensor:
+        """The `weight`, or one of the moments."""
+        return self.tensor.detach() if name == WEIGHT else self.adam.state[self.tensor][name]
 
     @torch.no_grad()
     def fill(self, weight: Tensor, moments: dict[str, Tensor]) -> None:
-        """Take over this rank's part of the whole weight and moments. Before the first update there are no moments,
-        and Adam makes its own."""
-        if self.tensor is None:
-            return
+        """Take over this part of the whole weight and moments. Before the first update there are no moments, and Adam
+        makes its own."""
         self.tensor.copy_(self._part(weight))
         self.adam.state.pop(self.tensor, None)
         if moments:
@@ -66,6 +43,34 @@ class MasterWeight:
 
     def _part(self, whole: Tensor) -> Tensor:
         return whole.flatten()[self.span].view_as(self.tensor)
+
+
+@dataclass(frozen=True)
+class MasterWeight:
+    """The fp32 weight that Adam updates for a parameter of the model."""
+
+    parameter: torch.nn.Parameter
+    """Of the model, whole, in the model's dtype."""
+    group: dist.ProcessGroup
+    """The data-parallel ranks, all of which have this parameter."""
+    is_spread: bool
+    """Whether a distributed optimizer spreads the fp32 weight over the group."""
+    piece: Piece | None
+    """None where it is spread and this rank has none of it."""
+
+    def assemble(self, name: str, owner: int) -> Tensor:
+        """The whole `weight` or moment, on rank `owner` of the group; a spread one is collective and comes in host
+        memory. Elsewhere a placeholder of its shape, without memory."""
+        whole = self._joined(name, owner) if self.piece is None or self.is_spread else self.piece.named(name)
+        return whole if self.group.rank() == owner else torch.zeros(()).expand(self.parameter.shape)
+
+    def _joined(self, name: str, owner: int) -> Tensor:
+        """Every rank adds its piece to zeros."""
+        whole = torch.zeros(self.parameter.numel(), device=platform.device())
+        if self.piece is not None:
+            whole[self.piece.span] = self.piece.named(name)
+        dist.reduce(whole, dist.get_global_rank(self.group, owner), group=self.group)
+        return whole.view(self.parameter.shape).cpu() if self.group.rank() == owner else whole
 
 
 def set_count(adam: torch.optim.Optimizer, steps: int) -> None:
@@ -94,19 +99,18 @@ def master_weights(chunks: list[DistributedDataParallel], optimizer: MegatronOpt
         is_spread = chunk.ddp_config.use_distributed_optimizer
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             for parameter in buffer.params:
-                if is_spread:
-                    span, tensor = _slice_of(parameter, spread.get(id(parameter)))
-                else:  # Megatron hangs the fp32 copy of a bf16 parameter on it
-                    span, tensor = slice(0, parameter.numel()), getattr(parameter, "main_param", parameter)
-                adam = adams.get(id(tensor))
-                found.append(MasterWeight(parameter, buffer.data_parallel_group, is_spread, span, tensor, adam))
+                if not is_spread:  # Megatron hangs the fp32 copy of a bf16 parameter on it
+                    tensor = getattr(parameter, "main_param", parameter)
+                    piece = Piece(tensor, slice(0, parameter.numel()), adams[id(tensor)])
+                else:
+                    part = spread.get(id(parameter))
+                    piece = None if part is None else _piece_of(parameter, part)
+                found.append(MasterWeight(parameter, buffer.data_parallel_group, is_spread, piece))
     return found
 
 
-def _slice_of(parameter: torch.nn.Parameter, part: DistributedOptimizer | None) -> tuple[slice, Tensor | None]:
+def _piece_of(parameter: torch.nn.Parameter, part: DistributedOptimizer) -> Piece:
     """What this rank has of a parameter that a distributed optimizer spreads."""
-    if part is None:
-        return slice(0, 0), None
     group, place = part.model_param_group_index_map[parameter]
     span = part._get_model_param_range_map(parameter)["param"]
-    return slice(span.start, span.end), part.optimizer.param_groups[group]["params"][place]
+    return Piece(part.optimizer.param_groups[group]["params"][place], slice(span.start, span.end), part.optimizer)

@@ -19,10 +19,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mppo.megatron.master_weights import MOMENTS, master_weights
+from mppo.megatron.master_weights import MOMENTS, WEIGHT, master_weights
 from mppo.megatron.optimizer import Optimizer
-
-WEIGHT = "weight"
 
 Shards = dict[str, dict[str, dict[str, Any]]]
 """`weight` or the name of a moment -> number of the chunk -> name in the chunk -> what is saved."""
@@ -63,8 +61,9 @@ def load_role(chunks: list[torch.nn.Module], optimizer: Optimizer, folder: Path)
         chunk.load_state_dict(state[WEIGHT][str(number)])
     for master in masters:
         _, place, name = sharded[id(master.parameter)]
-        loaded = {moment: state[moment][place][name] for moment in moments}
-        master.fill(state[WEIGHT][place][name], loaded)
+        if master.piece is not None:
+            loaded = {moment: state[moment][place][name] for moment in moments}
+            master.piece.fill(state[WEIGHT][place][name], loaded)
     optimizer.set_steps(steps)
 
 

@@ -168,17 +168,17 @@ class SavedStates(Sequence[dict[str, Any]]):
     """What each rank of a run saved of a state, read from disk when it is looked at."""
 
     def __init__(self, folder: Path):
-        self.folder, self.count = folder, len(list(folder.glob("rank_*.pt")))
+        self.folder, self.ranks = folder, len(list(folder.glob("rank_*.pt")))
 
     def __len__(self) -> int:
-        return self.count
+        return self.ranks
 
     def __getitem__(self, rank: int | slice) -> Any:
         if isinstance(rank, slice):
-            return [self[number] for number in range(*rank.indices(self.count))]
-        if not -self.count <= rank < self.count:
-            raise IndexError(f"{self.folder} has the states of {self.count} ranks, not of rank {rank}")
-        return torch.load(_rank_file(self.folder, rank % self.count), map_location="cpu", weights_only=True)
+            return [self[number] for number in range(*rank.indices(self.ranks))]
+        if not -self.ranks <= rank < self.ranks:
+            raise IndexError(f"{self.folder} has the states of {self.ranks} ranks, not of rank {rank}")
+        return torch.load(_rank_file(self.folder, rank % self.ranks), map_location="cpu", weights_only=True)
 
 
 def _rank_file(folder: Path, rank: int) -> Path:

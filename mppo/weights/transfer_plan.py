@@ -6,6 +6,7 @@ layouts is the same process, and what it holds itself it copies.
 """
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -44,7 +45,7 @@ class Region:
 
     def part(self, start: int, stop: int) -> "Region":
         """`[start, stop)` counted from the beginning of this region."""
-        return replace(self, start=self.start + start, stop=self.start + stop)
+        return Region(self.name, self.dim, self.start + start, self.start + stop, self.index)
 
     def view(self, tensors: Mapping[str, Tensor]) -> Tensor:
         tensor = tensors[self.name]
@@ -108,25 +109,44 @@ class Plan:
     def rounds(self, limit: int) -> list[list[Send]]:
         """Those that travel, in rounds in which no holder sends or receives more than `limit` bytes.
 
-        A send that is larger than the limit has a round of its holders for itself.
+        Each send goes into the first round in which both of its ends have room, so there are at most about twice as
+        many rounds as the busiest holder needs. One that is larger than the limit has a round of its ends for itself.
         """
         rounds: list[list[Send]] = []
-        outgoing: dict[Holder, tuple[int, int]] = {}
-        incoming: dict[Holder, tuple[int, int]] = {}
+        outgoing: dict[Holder, _Ledger] = defaultdict(lambda: _Ledger(limit))
+        incoming: dict[Holder, _Ledger] = defaultdict(lambda: _Ledger(limit))
         for send in self.sends:
             if send.is_local:
                 continue
-            ends = ((outgoing, send.source), (incoming, send.target))
-            last = [filled.get(holder, (0, 0)) for filled, holder in ends]
-            number = max(at for at, _ in last)
-            size = [used if at == number else 0 for at, used in last]
-            if any(used and used + send.bytes > limit for used in size):
-                number, size = number + 1, [0, 0]
-            for (filled, holder), used in zip(ends, size, strict=True):
-                filled[holder] = (number, used + send.bytes)
+            source, target, size = outgoing[send.source], incoming[send.target], send.bytes
+            number = max(source.first_open, target.first_open)
+            while not (source.has_room(number, size) and target.has_room(number, size)):
+                number += 1
+            source.add(number, size)
+            target.add(number, size)
             rounds.extend([] for _ in range(number + 1 - len(rounds)))
             rounds[number].append(send)
         return rounds
+
+
+class _Ledger:
+    """The bytes of one holder in each round."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.used: list[int] = []
+        self.first_open = 0
+        """All rounds before it are (nearly) full, and are not looked at again."""
+
+    def has_room(self, number: int, size: int) -> bool:
+        used = self.used[number] if number < len(self.used) else 0
+        return not used or used + size <= self.limit
+
+    def add(self, number: int, size: int) -> None:
+        self.used.extend([0] * (number + 1 - len(self.used)))
+        self.used[number] += size
+        while self.first_open < len(self.used) and self.used[self.first_open] > self.limit - self.limit // 16:
+            self.first_open += 1
 
 
 def whole_tensors(
@@ -182,7 +202,7 @@ def plan(source: Layout, target: Layout, largest: int = LARGEST_SEND) -> Plan:
                     send = Send(
                         source=sender,
                         target=holder,
-                        hf=replace(piece.hf, start=begin, stop=end),
+                        hf=Region(name, dim, begin, end),
                         read=origin.own.part(begin - origin.hf.start, end - origin.hf.start),
                         write=piece.own.part(begin - piece.hf.start, end - piece.hf.start),
                         shape=(*tensor.shape[:dim], end - begin, *tensor.shape[dim + 1 :]),

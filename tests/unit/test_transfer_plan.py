@@ -11,7 +11,7 @@ from torch import Tensor
 from mppo.errors import ModelError
 from mppo.weights.export import weight_files
 from mppo.weights.megatron_layout import even_stages
-from mppo.weights.transfer_plan import HFTensor, Holding, Layout, Piece, Plan, Region, Send, plan, whole_tensors
+from mppo.weights.transfer_plan import HFTensor, Holding, Layout, Piece, Plan, Region, plan, whole_tensors
 from tests.unit.layout_cases import Job, jobs, sglang_targets, whole_targets
 
 pytestmark = pytest.mark.unit
@@ -117,22 +117,23 @@ def test_ranks_that_hold_the_same_send_the_same_but_for_one_slice(case):
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from([1, 100, 1 << 20]))
-def test_rounds_are_bounded_for_senders_and_receivers_and_keep_the_order_between_two(case, limit):
+def test_rounds_are_bounded_for_senders_and_receivers(case, limit):
     _, _, made, _ = case
-    rounds = made.rounds(limit)
-    travelling = [send for send in made.sends if not send.is_local]
-    assert sum(map(len, rounds)) == len(travelling) and all(rounds)
-    pairs: dict[tuple, list[Send]] = {}
-    for sends in rounds:
-        for end in ("source", "target"):
+    rounds, travelling = made.rounds(limit), [send for send in made.sends if not send.is_local]
+    assert all(rounds)
+    assert Counter(send for sends in rounds for send in sends) == Counter(travelling)
+    busiest, biggest = 0, max((send.bytes for send in travelling), default=0)
+    for end in ("source", "target"):
+        total: Counter = Counter()
+        for sends in rounds:
             of_end: dict = {}
             for send in sends:
                 of_end.setdefault(getattr(send, end), []).append(send.bytes)
+                total[getattr(send, end)] += send.bytes
             assert all(sum(sizes) <= limit or len(sizes) == 1 for sizes in of_end.values())
-        for send in sends:
-            pairs.setdefault((send.source, send.target), []).append(send)
-    for (source, target), sends in pairs.items():
-        assert sends == [s for s in travelling if (s.source, s.target) == (source, target)]
+        busiest = max([busiest, *total.values()])
+    if biggest and biggest <= limit // 16:
+        assert len(rounds) <= 2 + 3 * busiest // limit
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,6 +1,7 @@
 """Slices from rank to rank of the trainer, over torch.distributed (gloo or NCCL)."""
 
 from collections.abc import Iterable, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ class PointToPoint:
 
     def __init__(self, bucket_bytes: int = BUCKET_BYTES):
         self.bucket_bytes = bucket_bytes
+        self._rounds: WeakKeyDictionary[Plan, list[list[Send]]] = WeakKeyDictionary()
 
     @torch.no_grad()
     def run(self, plan: Plan, weights: LiveWeights, targets: Mapping[str, Tensor]) -> None:
@@ -41,8 +43,15 @@ class PointToPoint:
         for send in plan.sends:
             if send.is_local and send.target == weights.rank:
                 send.write.view(targets).copy_(send.read.view(weights.tensors))
-        for sends in plan.rounds(self.bucket_bytes):
+        for sends in self._rounds_of(plan, weights.rank):
             self._exchange(sends, weights, targets)
+
+    def _rounds_of(self, plan: Plan, rank: int) -> list[list[Send]]:
+        """Those in which this rank has a part, and its part of them; made once for a plan."""
+        if plan not in self._rounds:
+            mine = ([s for s in sends if rank in (s.source, s.target)] for sends in plan.rounds(self.bucket_bytes))
+            self._rounds[plan] = [sends for sends in mine if sends]
+        return self._rounds[plan]
 
     @staticmethod
     def _exchange(sends: list[Send], weights: LiveWeights, targets: Mapping[str, Tensor]) -> None:
@@ -57,8 +66,6 @@ class PointToPoint:
         for (peer, dtype), group in outgoing.items():
             flat = torch.cat([send.read.view(weights.tensors).reshape(-1).to(dtype) for send in group])
             messages.append(dist.P2POp(dist.isend, flat.to(platform.device()), peer))
-        if not messages:
-            return
         for work in dist.batch_isend_irecv(messages):
             work.wait()
         for key, group in incoming.items():
