@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mppo.algorithm.group_selection import select_groups
 from mppo.errors import DataError
-from mppo.rollout.groups import Group, group_of, group_state
+from mppo.rollout.prompt_group import Group, group_of, group_state
 from mppo.rollout.prompts import PromptStream
 
 

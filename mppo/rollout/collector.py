@@ -14,7 +14,7 @@ from mppo.errors import EngineError
 from mppo.rollout.agents.session import Agent, Session
 from mppo.rollout.buffer import Buffer
 from mppo.rollout.engines.contract import RolloutEngine, SamplingParams
-from mppo.rollout.groups import Group
+from mppo.rollout.prompt_group import Group
 from mppo.rollout.prompts import Prompt, PromptStream
 from mppo.rollout.reward_workers import RewardWorkers
 

@@ -18,7 +18,7 @@ from mppo.rollout.buffer import Buffer
 from mppo.rollout.collector import Asking, Collector
 from mppo.rollout.engines.contract import RolloutEngine, SamplingParams
 from mppo.rollout.engines.local import LocalEngine
-from mppo.rollout.groups import Group
+from mppo.rollout.prompt_group import Group
 from mppo.rollout.prompts import PromptSet, PromptStream, load_prompts
 from mppo.rollout.reward_workers import RewardWorkers
 from mppo.trainer.manifest import RunDescription

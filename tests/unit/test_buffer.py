@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mppo.algorithm.advantages.groups import has_signal
+from mppo.algorithm.group_selection import has_signal
 from mppo.batch.trajectory import Status
 from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from mppo.errors import DataError
