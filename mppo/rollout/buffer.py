@@ -5,14 +5,12 @@ It is one logical buffer. What a rank generated stays with that rank; which grou
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch.distributed as dist
+from typing import Any, Protocol
 
 from mppo.algorithm.group_selection import select_groups
 from mppo.errors import DataError
 from mppo.rollout.prompt_group import Group, group_of, group_state
-from mppo.rollout.prompts import PromptStream
+from mppo.rollout.prompt_reader import Prompt
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,12 @@ GatherNumbers = Callable[[tuple[list[int], list[int]]], list[tuple[list[int], li
 """Collective: two lists of numbers of this rank -> those of every rank."""
 
 
+class Prompts(Protocol):
+    def __getitem__(self, number: int) -> Prompt:
+        """The prompt with this number in the run."""
+        ...
+
+
 class Buffer:
     """This rank's part of the buffer.
 
@@ -40,8 +44,16 @@ class Buffer:
     taken waits for the next step.
     """
 
-    def __init__(self, gather: GatherNumbers, prompts: PromptStream, admits: Callable[[Group], bool] | None = None):
+    def __init__(
+        self,
+        gather: GatherNumbers,
+        prompts: Prompts,
+        rank: int,
+        ranks: int,
+        admits: Callable[[Group], bool] | None = None,
+    ):
         self.gather, self._prompts, self._admits = gather, prompts, admits
+        self._rank, self._ranks = rank, ranks
         self._ready: dict[int, Group] = {}
         self._silent: dict[int, Group] = {}
 
@@ -77,7 +89,7 @@ class Buffer:
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Take this rank's share of the groups that all ranks of the run saved: those it would have generated."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        saved = [group for state in states for group in state["groups"] if group["number"] % ranks == rank]
+        everywhere = [group for state in states for group in state["groups"]]
+        saved = [group for group in everywhere if group["number"] % self._ranks == self._rank]
         self._ready = {group["number"]: group_of(group, self._prompts[group["number"]]) for group in saved}
         self._silent = {}

@@ -109,6 +109,8 @@ def _rollouts(
 ) -> Rollouts:
     config, filtering = spec.config, spec.config.algorithm.filter_groups
     stream = PromptStream(train, config.trainer.seed if config.data.shuffle else None)
+    ranks = torch.distributed.get_world_size()
+    admits = partial(_differs, filtering.metric) if filtering.enable else None
     collector = Collector(
         ENGINES[config.rollout.engine](config, model),
         single_turn,
@@ -116,12 +118,12 @@ def _rollouts(
         _asking(spec),
         vocab_size=model.config.vocab_size,
         rank=place.rank,
-        ranks=torch.distributed.get_world_size(),
+        ranks=ranks,
     )
     return Rollouts(
         collector=collector,
         stream=stream,
-        buffer=Buffer(gather_from_all, stream, partial(_differs, filtering.metric) if filtering.enable else None),
+        buffer=Buffer(gather_from_all, stream, place.rank, ranks, admits),
         held_out={} if held_out is None else {number: held_out[number] for number in range(len(held_out))},
         weights=LiveWeights.of_chunks(actor.chunks, model.architecture, model.config, place),
     )

@@ -10,7 +10,8 @@ from torch import Tensor
 from mppo.batch.trajectory import Answer, Judgement, Span, Status, Trajectory, TrajectoryId, Turn
 from mppo.cli.compose import load_config
 from mppo.megatron import topology as layouts
-from mppo.rollout.buffer import Buffer, Group
+from mppo.rollout.buffer import Buffer
+from mppo.rollout.prompt_group import Group
 from mppo.rollout.prompt_reader import Prompt
 from mppo.trainer.assemble import assemble, build_actor
 from mppo.trainer.reporter import SilentReporter
@@ -127,7 +128,8 @@ def _updated(run: Run, arrival: Arrival | None) -> Updated:
 
 
 def _step(run: Run, arrival: Arrival) -> None:
-    buffer = Buffer(run.rollouts.buffer.gather)
+    ranks = torch.distributed.get_world_size()
+    buffer = Buffer(run.rollouts.buffer.gather, run.rollouts.stream, run.topology.rank, ranks)
     for number in arrival.order:
         if arrival.producer_of[number] == run.topology.rank:
             buffer.put(group(number, run.model.config.vocab_size))

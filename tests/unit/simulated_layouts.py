@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mppo.check_loss.simulated_ranks import Exchange
+from mppo.algorithm.reduction import Reduction
 from mppo.megatron.topology import Sizes, Topology
 from mppo.trainer.redistribution import Links
 
@@ -33,7 +33,7 @@ def worlds() -> st.SearchStrategy[list[Topology]]:
     return st.builds(world_of, *[st.integers(1, 2)] * 3, st.integers(1, 3))
 
 
-def simulated_links(here: Topology, world: list[Topology], exchange: Exchange) -> Links:
+def simulated_links(here: Topology, world: list[Topology], reduction: Reduction) -> Links:
     """What `Links.of` does between processes. Asserts that each rank was told the truth about what comes to it."""
     replicas = [there.rank for there in world if there.replica_rank == here.replica_rank]
     replica = [there.rank for there in world if there.dp_rank == here.dp_rank]
@@ -43,23 +43,25 @@ def simulated_links(here: Topology, world: list[Topology], exchange: Exchange) -
         return torch.cat(pieces)
 
     def swap(x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        of_ranks, sizes = gathered(x, exchange), gathered(torch.tensor(sent), exchange)
+        of_ranks, sizes = gathered(x, reduction), gathered(torch.tensor(sent), reduction)
         pieces = [of_ranks[rank].split(sizes[rank].tolist())[here.dp_rank] for rank in replicas]
         return joined(pieces, received)
 
     def share(x: Tensor, sizes: list[int]) -> Tensor:
-        of_ranks = gathered(x, exchange)
+        of_ranks = gathered(x, reduction)
         return joined([of_ranks[rank] for rank in replica], sizes)
 
     return Links(swap, share)
 
 
-def gathered(x: Tensor, exchange: Exchange) -> list[Tensor]:
+def gathered(x: Tensor, reduction: Reduction) -> list[Tensor]:
     """Of every rank of the world."""
-    sizes = exchange.gather(torch.tensor([len(x)]))
-    return list(exchange.gather(x).split(sizes.tolist()))
+    sizes = reduction.gather(torch.tensor([len(x)]))
+    return list(reduction.gather(x).split(sizes.tolist()))
 
 
-def in_world(world: list[Topology], run: Callable[[Topology, Links], object]) -> Callable[[Topology, Exchange], object]:
+def in_world(
+    world: list[Topology], run: Callable[[Topology, Links], object]
+) -> Callable[[Topology, Reduction], object]:
     """`run` for `on_simulated_ranks`."""
-    return lambda here, exchange: run(here, simulated_links(here, world, exchange))
+    return lambda here, reduction: run(here, simulated_links(here, world, reduction))

@@ -9,7 +9,8 @@ from mppo.algorithm.group_selection import has_signal
 from mppo.batch.trajectory import Status
 from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from mppo.errors import DataError
-from mppo.rollout.buffer import Buffer, Group
+from mppo.rollout.buffer import Buffer
+from mppo.rollout.prompt_group import Group
 from tests.unit.samples import answer
 from tests.unit.simulated_layouts import gathered
 
@@ -29,9 +30,20 @@ def alone(numbers):
     return [numbers]
 
 
-def gather_over(exchange):
+class Numbered:
+    """Prompts that are what their numbers say."""
+
+    def __getitem__(self, number: int) -> str:
+        return f"prompt {number}"
+
+
+def buffer_of(gather=alone, admits=None, rank: int = 0, ranks: int = 1) -> Buffer:
+    return Buffer(gather, Numbered(), rank, ranks, admits)
+
+
+def gather_over(reduction):
     def gather(numbers):
-        ready, silent = (gathered(torch.tensor(one, dtype=torch.long), exchange) for one in numbers)
+        ready, silent = (gathered(torch.tensor(one, dtype=torch.long), reduction) for one in numbers)
         return [(r.tolist(), s.tolist()) for r, s in zip(ready, silent, strict=True)]
 
     return gather
@@ -47,7 +59,7 @@ arrivals = st.lists(st.integers(0, 40), unique=True, max_size=12)
 
 @given(arrivals, st.integers(1, 5))
 def test_the_oldest_are_taken_in_whatever_order_they_came(numbers, count):
-    buffer = Buffer(alone)
+    buffer = buffer_of()
     for number in numbers:
         buffer.put(group(number))
     assert buffer.ready() == len(numbers)
@@ -67,8 +79,8 @@ def test_all_ranks_agree_on_what_is_taken_whoever_holds_it(numbers, ranks, count
     silent = data.draw(st.sets(st.sampled_from(numbers))) if numbers else set()
     held = [[n for n in numbers if n % ranks == rank] for rank in range(ranks)]
 
-    def one_step(mine, exchange):
-        buffer = Buffer(gather_over(exchange), differs)
+    def one_step(mine, reduction):
+        buffer = buffer_of(gather_over(reduction), differs)
         for number in mine:
             buffer.put(group(number, (1.0, 1.0) if number in silent else (0.0, 1.0)))
         return buffer.ready(), buffer.take(count), buffer.ready()
@@ -90,7 +102,7 @@ def test_all_ranks_agree_on_what_is_taken_whoever_holds_it(numbers, ranks, count
     st.integers(1, 6),
 )
 def test_groups_with_signal_come_first_and_nothing_is_lost(values, wanted):
-    buffer = Buffer(alone, differs)
+    buffer = buffer_of(alone, differs)
     for number, scores in values.items():
         buffer.put(group(number, tuple(scores)))
     taken = buffer.take(wanted)
@@ -106,7 +118,7 @@ def test_groups_with_signal_come_first_and_nothing_is_lost(values, wanted):
 def test_what_is_left_over_comes_first_in_the_next_step():
     """Groups without a signal fill up a step that finds too few, and are dropped after it."""
     scores = {0: (1, 1), 1: (0, 1), 2: (0, 0), 3: (1, 0), 4: (0, 1)}
-    buffer = Buffer(alone, differs)
+    buffer = buffer_of(alone, differs)
     for number, of_group in scores.items():
         buffer.put(group(number, of_group))
     assert numbers_of(buffer.take(2)) == [1, 3]
@@ -117,14 +129,14 @@ def test_what_is_left_over_comes_first_in_the_next_step():
 
 
 def test_without_a_condition_every_group_is_ready():
-    buffer = Buffer(alone)
+    buffer = buffer_of()
     buffer.put(group(0, (1.0, 1.0)))
     assert (buffer.ready(), buffer.take(1).without_signal) == (1, 0)
 
 
 @pytest.mark.parametrize("scores", [(0.0, 1.0), (1.0, 1.0)])
 def test_a_number_that_waits_already_is_refused(scores):
-    buffer = Buffer(alone, differs)
+    buffer = buffer_of(alone, differs)
     buffer.put(group(3, scores))
     with pytest.raises(DataError, match="prompt 3 of the run was answered twice"):
         buffer.put(group(3))
@@ -132,7 +144,7 @@ def test_a_number_that_waits_already_is_refused(scores):
 
 def test_a_group_of_which_every_answer_was_aborted_or_abstains_has_no_signal():
     answers = (answer([0, 1], 0, 1.0, status=Status.ABORTED), answer([0, 1], 1, None), answer([0, 1], 2, 0.0))
-    buffer = Buffer(alone, differs)
+    buffer = buffer_of(alone, differs)
     buffer.put(Group(0, "prompt", answers))
     buffer.put(Group(1, "prompt", answers[:2]))
     assert buffer.ready() == 0
@@ -142,15 +154,21 @@ def test_a_group_of_which_every_answer_was_aborted_or_abstains_has_no_signal():
 def test_what_waits_is_dealt_out_to_another_number_of_ranks(numbers, before, after):
     saved = []
     for rank in range(before):
-        buffer = Buffer(alone)
+        buffer = buffer_of()
         for number in numbers[rank::before]:
             buffer.put(group(number))
         saved.append(buffer.state_dict())
     found = []
     for rank in range(after):
-        buffer = Buffer(alone)
+        buffer = buffer_of(rank=rank, ranks=after)
         buffer.put(group(99))  # of the run that is given up
-        buffer.load_state_dicts(saved, rank, after)
-        found.append(numbers_of(buffer.take(len(numbers) + 1)))
-    assert sorted(n for of_rank in found for n in of_rank) == sorted(numbers)
-    assert max(map(len, found)) - min(map(len, found)) <= 1
+        buffer.load_state_dicts(saved)
+        found.append(buffer.take(len(numbers) + 1).groups)
+    for rank, groups in enumerate(found):
+        assert [one.number for one in groups] == sorted(n for n in numbers if n % after == rank)
+        for one in groups:
+            saved_one = group(one.number)
+            assert one.prompt == saved_one.prompt
+            for answer_now, answer_saved in zip(one.answers, saved_one.answers, strict=True):
+                assert answer_now.judgement == answer_saved.judgement
+                assert str(answer_now.trajectory) == str(answer_saved.trajectory)
