@@ -1,4 +1,4 @@
-"""From numbers about this rank's part of a batch to numbers about the whole of it."""
+"""From numbers about what this rank holds of a batch to numbers about the whole of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Over the parts of the global batch that data-parallel ranks hold. Every rank calls alike, whatever it holds."""
+    """Over what data-parallel ranks hold of the global batch. Every rank calls alike, whatever it holds."""
 
     sum: Callable[[Tensor], Tensor] = _as_it_is
     """Elementwise, over tensors of one shape."""

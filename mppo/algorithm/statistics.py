@@ -1,6 +1,6 @@
 """Numbers about a batch that are exact over all of it, whatever the cut.
 
-There is one way to get such a number. Every piece of the batch (a micro-batch, a rank's part, a mini-batch) makes a
+There is one way to get such a number. Every piece of the batch (a micro-batch, what a rank holds, a mini-batch) makes a
 `Statistic`: not the number but the moments it follows from. Those of several pieces add up, `reduced` adds up over
 data-parallel ranks, and at the end `value` is the number. Everything is float64.
 """
@@ -61,7 +61,7 @@ class Statistic:
         return self.squares + self.count * (self.mean - centre).square()
 
     def reduced(self, reduction: Reduction) -> "Statistic":
-        """Over all parts of the batch."""
+        """Over what all ranks hold."""
         return reduced({"": self}, reduction)[""]
 
 
@@ -130,7 +130,7 @@ def add_up(pieces: Iterable[Statistics]) -> Statistics:
 
 
 def reduced(statistics: Statistics, reduction: Reduction) -> Statistics:
-    """Over all parts of the batch, on the host. Every rank brings the same names.
+    """Over what all ranks hold of the batch, on the host. Every rank brings the same names.
 
     Costs one sum over the ranks, another one where there are deviations, and a maximum where there are extremes.
     """

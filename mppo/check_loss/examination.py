@@ -91,11 +91,11 @@ def _micro_batches(loss: PolicyLoss, sample: Sample) -> Finding:
 
 def _ranks(loss: PolicyLoss, sample: Sample) -> Finding:
     """the cut over data-parallel ranks does not matter"""
-    parts = (
+    held = (
         [sample.trajectories(which) for which in ([0, 3, 4], [], [1, 2, 5, 6])] if loss.needs_mini_batch else [sample]
     )
     results = on_simulated_ranks(
-        parts,
+        held,
         lambda part, reduction: _with_positions(loss, with_prepared(loss, part, reduction)),
     )
     gradient = torch.zeros_like(sample.log_probs)

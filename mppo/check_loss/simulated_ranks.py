@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mppo.algorithm.reduction import Reduction
 
-Part = TypeVar("Part")
+Held = TypeVar("Held")
 PATIENCE = 30.0
-"""Seconds that a part waits for the others: those that call an exchange unequally must not wait for ever."""
+"""Seconds that a rank waits for the others: those that reduce unequally must not wait for ever."""
 
 
 class _Exchange:
@@ -38,24 +38,24 @@ class _Exchange:
         return torch.cat(self._all(x))
 
 
-def on_simulated_ranks(parts: Sequence[Part], fn: Callable[[Part, Reduction], Any]) -> list[Any]:
-    """`fn(part, reduction)` of each part at the same time; the results, in order. Raises what one of them raises.
+def on_simulated_ranks(held: Sequence[Held], fn: Callable[[Held, Reduction], Any]) -> list[Any]:
+    """`fn(held, reduction)` of every rank at the same time; the results, in order. Raises what one of them raises.
 
-    The reduction is over the parts. Its sums keep the graph, so gradients flow between the ranks.
+    The reduction is over the ranks. Its sums keep the graph, so gradients flow between the ranks.
     """
-    slots: list[Any] = [None] * len(parts)
-    barrier = Barrier(len(parts), timeout=PATIENCE)
+    slots: list[Any] = [None] * len(held)
+    barrier = Barrier(len(held), timeout=PATIENCE)
 
     def run(rank: int) -> Any:
         try:
             others = _Exchange(rank, slots, barrier)
-            return fn(parts[rank], Reduction(others.sum, others.max, others.gather))
+            return fn(held[rank], Reduction(others.sum, others.max, others.gather))
         except BaseException:
             barrier.abort()
             raise
 
-    with ThreadPoolExecutor(len(parts)) as pool:
-        futures = [pool.submit(run, rank) for rank in range(len(parts))]
+    with ThreadPoolExecutor(len(held)) as pool:
+        futures = [pool.submit(run, rank) for rank in range(len(held))]
         errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         first = next((error for error in errors if not isinstance(error, BrokenBarrierError)), None)

@@ -32,14 +32,13 @@ def weights_of(mode, mask, segments, norm=16.0):
     ],
 )
 def test_what_two_and_six_tokens_contribute(mode, shares):
-    """Section 10.6: A has 2 tokens, B has 6, every token loss is 1."""
+    """A has 2 tokens, B has 6, every token loss is 1."""
     segments, mask = segments_of(2, 6), torch.ones(8, dtype=torch.bool)
     assert segments.sum(weights_of(mode, mask, segments), mask).tolist() == pytest.approx(shares)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trajectory_without_tokens_does_not_count(mode):
-    """Section 10.4."""
     mask = torch.tensor([True, True] + [False] * 3 + [True] * 6)
     with_empty = weights_of(mode, mask, segments_of(2, 3, 6))
     without = weights_of(mode, mask[mask], segments_of(2, 6))

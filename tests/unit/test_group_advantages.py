@@ -123,14 +123,14 @@ def test_of_the_best_answers_the_first_in_the_batch_is_meant():
     """It is not ahead of its equal; the trajectories come in another order here than in the batch."""
     x = replace(outcomes([3.0, 1.0, 3.0, 3.0], [0] * 4), indices=torch.tensor([2, 3, 1, 0]))
     leaders = two_largest(x, x.scores)
-    assert (leaders.place.tolist(), leaders.largest.tolist(), leaders.second.tolist()) == ([0], [3.0], [3.0])
+    assert (leaders.index.tolist(), leaders.largest.tolist(), leaders.second.tolist()) == ([0], [3.0], [3.0])
     assert estimate("grpo_passk", x).advantages.tolist() == [0.0] * 4
 
 
 def test_the_two_largest_leave_out_what_does_not_train():
     x = outcomes([9.0, 2.0, 4.0, -1.0], [0, 0, 0, 2], kept=[False, True, True, True])
     leaders = two_largest(x, x.scores)
-    assert leaders.place.tolist() == [2, -1, 3]
+    assert leaders.index.tolist() == [2, -1, 3]
     assert leaders.largest[[0, 2]].tolist() == [4.0, -1.0]
     assert leaders.second.tolist() == [2.0, 0.0, 0.0]
 

@@ -37,7 +37,7 @@ def value_and_gradient(form, d):
     ],
 )
 def test_forms(form, d, value, gradient):
-    """Section 7.3; k3 is clipped at 10, where its gradient is 0."""
+    """k3 is clipped at 10, where its gradient is 0."""
     assert value_and_gradient(form, d) == pytest.approx((value, gradient))
 
 
@@ -135,7 +135,7 @@ def test_forms_without_clamps_in_their_gradient_have_no_saturation(form):
     ("current_kl", "expected"), [(0.1, 0.001), (0.2, 0.00102048), (0.05, 0.00097952), (5.0, 0.00102048)]
 )
 def test_the_adaptive_coefficient_follows_the_target(current_kl, expected):
-    """Section 7.1: target 0.1, horizon 10000, 1024 trajectories; at the target nothing changes."""
+    """Target 0.1, horizon 10000, 1024 trajectories; at the target nothing changes."""
     controller = KLController(0.001, target=0.1, horizon=10000)
     controller.update(current_kl, trajectories=1024)
     assert controller.coefficient == pytest.approx(expected, rel=1e-12)

@@ -8,7 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mppo.algorithm.advantages.optimal_token_baseline import sum_of_cells
+from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from tests.unit.advantage_cases import advantage_batches, estimate, outcomes
+from tests.unit.samples import assignments, held_by, normals
 
 pytestmark = pytest.mark.unit
 
@@ -121,3 +124,16 @@ def test_rejecting_the_first_action_does_not_shift_the_others():
     second = 4 / 3 + 2 * 2 / 3
     advantages = estimate("optimal_token_baseline", x).advantages.tolist()
     assert [advantages[1], advantages[4]] == pytest.approx([4 - second, 2 - second], abs=1e-6)
+
+
+@given(st.integers(1, 30), st.integers(1, 9), st.data())
+def test_sums_of_cells_do_not_depend_on_ranks_and_blocks(count, block, data):
+    cells = torch.tensor(data.draw(st.lists(st.integers(0, count - 1), max_size=20)), dtype=torch.long)
+    values = data.draw(normals(2, len(cells)))
+    table = torch.zeros(2, count, dtype=torch.double).index_add(1, cells, values)
+    held = held_by(data.draw(assignments(len(cells))))
+    summed = on_simulated_ranks(
+        held, lambda mine, reduction: sum_of_cells(values[:, mine], cells[mine], count, reduction, block)
+    )
+    for mine, found in zip(held, summed, strict=True):
+        torch.testing.assert_close(found, table[:, cells[mine]])

@@ -38,7 +38,7 @@ REFERENCE = [
 
 
 def test_the_ratio_of_probabilities():
-    """Section 3.1: log-prob -1.2 before, -1.0 now; above 1 the action became likelier, below 1 less likely."""
+    """Log-prob -1.2 before, -1.0 now; above 1 the action became likelier, below 1 less likely."""
     likelier, same, less_likely = tokens([0.2, 0.0, -0.2], [0.0] * 3).log_ratio.exp().tolist()
     assert likelier == pytest.approx(math.exp(0.2)) == pytest.approx(1.221, abs=5e-4)
     assert same == 1.0
@@ -46,7 +46,7 @@ def test_the_ratio_of_probabilities():
 
 
 def test_the_log_ratio_is_clamped_and_has_no_gradient_beyond():
-    """Section 3."""
+    """At plus and minus 20."""
     x = tokens([-1000.0, -20.5, -19.5, 19.5, 20.5, 1000.0], [1.0] * 6)
     x.log_ratio.sum().backward()
     assert x.log_ratio.tolist() == pytest.approx([-20, -20, -19.5, 19.5, 20, 20])

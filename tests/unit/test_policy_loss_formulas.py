@@ -27,8 +27,8 @@ def numbers(name, x, **knobs):
 @pytest.mark.parametrize(
     ("advantage", "loss", "gradient"),
     [
-        (1.0, -1.2, 0.0),  # section 4.2: unclipped 1.221, clipped 1.2
-        (-1.0, exp(0.2), exp(0.2)),  # section 4.3: the larger loss counts
+        (1.0, -1.2, 0.0),  # unclipped 1.221, clipped 1.2
+        (-1.0, exp(0.2), exp(0.2)),  # the larger loss counts
         (0.0, 0.0, 0.0),
     ],
 )
@@ -42,7 +42,7 @@ def test_vanilla_for_an_action_that_became_likelier(advantage, loss, gradient):
 )
 @pytest.mark.parametrize("name", ["vanilla", "bypass_mode"])
 def test_the_dual_clip_bounds_the_loss_of_bad_actions_only(name, advantage, ratio, loss):
-    """Section 4.4: clip 0.2, C 3."""
+    """Clip 0.2, C 3."""
     assert one_token(name, advantage, ratio, clip_ratio=0.2, clip_ratio_c=3.0)[0] == pytest.approx(loss)
 
 

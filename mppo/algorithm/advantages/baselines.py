@@ -22,9 +22,9 @@ def rloo(x: AdvantageInputs) -> Advantages:
 
 @ESTIMATORS.register("opo", groups=True)
 def opo(x: AdvantageInputs) -> Advantages:
-    """2505.23585: the length-weighted mean of the group, `S_i - sum(len S) / sum(len)`."""
+    """2505.23585: the mean of the group in proportion to length, `S_i - sum(len S) / sum(len)`."""
     scores, lengths = x.scores, x.segments.lengths(x.loss_mask).double()
-    return outcome(x, scores - group_statistics(x, scores, weights=lengths).mean)
+    return outcome(x, scores - group_statistics(x, scores, shares=lengths).mean)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class AdvantageInputs:
     """`[S]` long: the prompt group of each trajectory, in `[0, num_groups)` over the *global* batch."""
     num_groups: int
     indices: Tensor
-    """`[S]` long: the place of each trajectory in the global batch, in `[0, num_trajectories)`."""
+    """`[S]` long: each trajectory's index in the global batch, in `[0, num_trajectories)`."""
     num_trajectories: int
     values: Tensor | None = None
     """`[T]` the critic's predictions, for estimators registered with `critic=True`."""
@@ -61,7 +61,7 @@ class AdvantageInputs:
         )
 
     def everywhere(self, x: Tensor) -> Tensor:
-        """`[S] -> [num_trajectories]`: a number of each trajectory of the global batch, by its place there."""
+        """`[S] -> [num_trajectories]`: a number of each trajectory of the global batch, by its index."""
         return self.reduction.sum(x.new_zeros(self.num_trajectories).index_copy(0, self.indices, x))
 
     def to_tokens(self, per_trajectory: Tensor) -> Tensor:
@@ -133,9 +133,9 @@ class Estimator:
         for name, value in vars(result).items():
             broken = x.loss_mask & ~torch.isfinite(value)
             if bool(broken.any()):
-                place = int(x.indices[x.segments.ids[broken][0]])
+                index = int(x.indices[x.segments.ids[broken][0]])
                 raise DataError(
-                    f"advantage estimator {self.name!r} returned {name} that are not finite, in trajectory {place}"
+                    f"advantage estimator {self.name!r} returned {name} that are not finite, in trajectory {index}"
                 )
 
 

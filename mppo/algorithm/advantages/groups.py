@@ -34,13 +34,13 @@ class GroupStatistics:
         return self.size <= 1
 
 
-def group_statistics(x: AdvantageInputs, scores: Tensor, weights: Tensor | None = None) -> GroupStatistics:
-    """Size, mean (weighted, if `weights [S]` are given) and standard deviation of `scores [S]` within each group."""
+def group_statistics(x: AdvantageInputs, scores: Tensor, shares: Tensor | None = None) -> GroupStatistics:
+    """Size, mean (in proportion to `shares [S]`, if given) and standard deviation of `scores [S]` within each group."""
     trains = x.trains
     size = x.per_group(trains)[x.groups]
-    weights = trains if weights is None else weights * trains
-    total, weight = x.per_group(scores * weights), x.per_group(weights)
-    mean = (total / torch.where(weight > 0, weight, 1.0))[x.groups]
+    shares = trains if shares is None else shares * trains
+    total, whole = x.per_group(scores * shares), x.per_group(shares)
+    mean = (total / torch.where(whole > 0, whole, 1.0))[x.groups]
     variance = x.per_group((scores - mean).square() * trains)[x.groups] / (size - 1).clamp(min=1)
     alone = size <= 1
     return GroupStatistics(size, mean.masked_fill(alone, 0.0), variance.sqrt().masked_fill(alone, 1.0))
@@ -55,8 +55,8 @@ def groups_of_one(x: AdvantageInputs) -> int:
 class TwoLargest:
     """Of each group of the global batch, `[num_groups]`; of equals the first in the batch is the largest."""
 
-    place: Tensor
-    """Where the trajectory of the largest number stands in the batch."""
+    index: Tensor
+    """Of the trajectory with the largest number, in the global batch; -1 of an empty group."""
     largest: Tensor
     second: Tensor
     """0 in a group of one."""
@@ -70,9 +70,9 @@ def two_largest(x: AdvantageInputs, numbers: Tensor) -> TwoLargest:
     order = order[groups[order].argsort(stable=True)]  # by group, within it the largest first
     numbers, groups = numbers[order], groups[order]
     rank = torch.arange(len(groups), device=groups.device) - torch.searchsorted(groups, groups)
-    place = torch.full((x.num_groups,), -1, device=groups.device)
+    index = torch.full((x.num_groups,), -1, device=groups.device)
     largest, second = torch.zeros(2, x.num_groups, dtype=torch.double, device=groups.device)
-    place[groups[rank == 0]] = order[rank == 0]
+    index[groups[rank == 0]] = order[rank == 0]
     largest[groups[rank == 0]] = numbers[rank == 0]
     second[groups[rank == 1]] = numbers[rank == 1]
-    return TwoLargest(place, largest, second)
+    return TwoLargest(index, largest, second)

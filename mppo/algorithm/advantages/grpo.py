@@ -40,4 +40,4 @@ def grpo_passk(x: AdvantageInputs, config: GrpoConfig) -> Advantages:
     lead = torch.where(group.alone, scores, scores - leaders.second[x.groups])
     if config.norm_adv_by_std_in_grpo:
         lead = lead / (group.std + EPSILON)
-    return outcome(x, torch.where(x.indices == leaders.place[x.groups], lead, 0.0))
+    return outcome(x, torch.where(x.indices == leaders.index[x.groups], lead, 0.0))

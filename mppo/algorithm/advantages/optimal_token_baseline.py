@@ -1,8 +1,9 @@
-"""The optimal token baseline, 2602.07078: for each place in the answer, the mean of the group's rewards to go,
-weighted by how much variance each trajectory has gathered up to there.
+"""The optimal token baseline, 2602.07078: for each token of the answer, counted from its first, the mean of the group's
+rewards to go there, in proportion to the variance that each trajectory has gathered up to it.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -10,9 +11,13 @@ from torch import Tensor
 from mppo.algorithm.advantages.estimator_contract import ESTIMATORS, AdvantageInputs, Advantages
 from mppo.algorithm.advantages.groups import two_largest
 from mppo.algorithm.advantages.tokens import rewards_to_go, run_starts, segment_cumsum
+from mppo.algorithm.reduction import Reduction
 
 ROUNDING = 1e-4
 """How far below 0 float32 may take a variance that is 0."""
+
+BLOCK = 2**20
+"""Cells (a step of a group's answers) that are summed over the ranks at a time: bounds what is held of others."""
 
 NEEDS = {"groups": True, "sum_pi_squared": True, "reads_old_policy": True}
 
@@ -26,7 +31,7 @@ class OptimalTokenBaselineConfig:
 
 @ESTIMATORS.register("optimal_token_baseline", config=OptimalTokenBaselineConfig, **NEEDS)
 def optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
-    """`A = G - B`; places are tokens since the first action, so that tool output takes up places."""
+    """`A = G - B`; steps are tokens since the first action, so that tool output takes up steps."""
     actions, taken = (mask.bool().nonzero().squeeze(-1) for mask in (x.loss_mask, x.action_mask))
     ids = x.segments.ids
     first = torch.zeros(x.segments.count, dtype=torch.long, device=ids.device)
@@ -36,19 +41,19 @@ def optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfi
 
 @ESTIMATORS.register("tir_optimal_token_baseline", config=OptimalTokenBaselineConfig, **NEEDS)
 def tir_optimal_token_baseline(x: AdvantageInputs, config: OptimalTokenBaselineConfig) -> Advantages:
-    """For tool-integrated reasoning: places count actions only."""
+    """For tool-integrated reasoning: steps count actions only."""
     actions = x.loss_mask.bool().nonzero().squeeze(-1)
     order = torch.arange(len(actions), device=actions.device)
     return _less_baseline(x, config, actions, order - run_starts(x.segments.ids[actions]))
 
 
 def _less_baseline(
-    x: AdvantageInputs, config: OptimalTokenBaselineConfig, actions: Tensor, places: Tensor
+    x: AdvantageInputs, config: OptimalTokenBaselineConfig, actions: Tensor, steps: Tensor
 ) -> Advantages:
-    """`actions [A]` are the positions that train, `places [A]` where each stands in its answer.
+    """`actions [A]` are the positions that train, `steps [A]` how far into its answer each is.
 
     `w = 1 - 2 pi + sum pi^2` (times rho^2 under importance weights), `W` its running sum over the answer, and
-    `B(place) = sum(G W) / (sum(W) + 1e-8)` over the group.
+    `B(step) = sum(G W) / (sum(W) + 1e-8)` over the group.
     """
     ids = x.segments.ids[actions]
     returns = rewards_to_go(x.rewards, x.action_mask, x.segments.ids)
@@ -61,17 +66,33 @@ def _less_baseline(
     gathered = segment_cumsum(variance, ids)
 
     extent = torch.zeros(x.segments.count, dtype=torch.long, device=ids.device)
-    extents = two_largest(x, extent.scatter_reduce(0, ids, places + 1, "amax"))
+    extents = two_largest(x, extent.scatter_reduce(0, ids, steps + 1, "amax"))
     longest = extents.largest.clamp(min=0).long()
     offsets = longest.cumsum(0) - longest
     group = x.groups[ids]
-    cells = offsets[group] + places
-    table = torch.zeros(2, int(longest.sum()), dtype=torch.double, device=ids.device)
-    weighted, weight = x.reduction.sum(table.index_add(1, cells, torch.stack([to_go * gathered, gathered])))
-
-    baseline = weighted[cells] / (weight[cells] + 1e-8)
+    cells = offsets[group] + steps
+    summed = sum_of_cells(torch.stack([to_go * gathered, gathered]), cells, int(longest.sum()), x.reduction)
+    baseline = summed[0] / (summed[1] + 1e-8)
     alone = (x.per_group(x.trains) <= 1)[group]
     if config.handle_zero_tail:
-        alone = alone | (places >= extents.second[group])
+        alone = alone | (steps >= extents.second[group])
     advantages = to_go - torch.where(alone, 0.0, baseline)
     return Advantages(torch.zeros_like(returns).index_copy(0, actions, advantages.to(returns.dtype)), returns)
+
+
+def sum_of_cells(values: Tensor, cells: Tensor, count: int, reduction: Reduction, block: int = BLOCK) -> Tensor:
+    """`[K, A] -> [K, A]`: the sum of each row over all entries, of all ranks, that share an entry's cell.
+
+    `cells [A]` long lie in `[0, count)`, and `count` is the same on every rank. No more than `block` cells are in
+    memory at a time; the ranks meet `count / block` times.
+    """
+    order = cells.argsort(stable=True)
+    starts = range(0, count, block)
+    bounds = torch.searchsorted(cells[order], torch.tensor([*starts, count], device=cells.device)).tolist()
+    summed = torch.zeros_like(values)
+    for start, (first, last) in zip(starts, pairwise(bounds), strict=True):
+        mine = order[first:last]
+        within = cells[mine] - start
+        table = values.new_zeros(len(values), min(block, count - start)).index_add(1, within, values[:, mine])
+        summed[:, mine] = reduction.sum(table)[:, within]
+    return summed

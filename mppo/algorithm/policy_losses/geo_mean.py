@@ -31,8 +31,8 @@ def geo_mean(x: PolicyInputs, config: ClipConfig) -> TokenLosses:
     )
 
 
-def geometric_mean(weights: Tensor, x: PolicyInputs) -> Tensor:
+def geometric_mean(importance_weights: Tensor, x: PolicyInputs) -> Tensor:
     """`[T] -> [S]` over the positive weights of each trajectory; 0 where none is positive."""
-    positive = x.mask & (weights > 0)
+    positive = x.mask & (importance_weights > 0)
     any_positive = x.segments.lengths(positive) > 0
-    return torch.exp(x.segments.mean(weights.log(), positive)) * any_positive
+    return torch.exp(x.segments.mean(importance_weights.log(), positive)) * any_positive

@@ -140,7 +140,7 @@ class PolicyLoss:
         for name, value in given.items():
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             if shape != list(mask.shape):
-                hint = " (a mean? mppo weighs and sums)" if shape == [] else ""
+                hint = " (a mean? mppo multiplies by token weights and sums)" if shape == [] else ""
                 raise ConfigError(f"policy loss {self.name!r} returned {name} of shape {shape}{hint}; {wanted}")
 
 

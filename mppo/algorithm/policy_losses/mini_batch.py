@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mppo.algorithm.counter_random import uniform
+from mppo.algorithm.policy_losses.largest_of_all import among_largest
 from mppo.algorithm.reduction import WHOLE, Reduction
 from mppo.algorithm.segments import Segments
 from mppo.algorithm.statistics import mean
@@ -43,16 +44,5 @@ class MiniBatchInputs:
     def choose(self, score: Tensor, candidates: Tensor, count: int) -> Tensor:
         """`[T]` bool: the `count` candidates of the global mini-batch with the highest score; ties to the earlier."""
         mine = candidates.nonzero().squeeze(-1)
-        mine = mine[_best(score[mine], self.batch_positions[mine], count)]
-        scores, positions = self.reduction.gather(score[mine]), self.reduction.gather(self.batch_positions[mine])
-        return torch.isin(self.batch_positions, positions[_best(scores, positions, count)]) & candidates
-
-
-def _best(scores: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores; among equals of the lowest positions."""
-    if len(scores) <= count:
-        return torch.arange(len(scores), device=scores.device)
-    least = scores.topk(count).values[-1]
-    above, equal = (scores > least).nonzero().squeeze(-1), (scores == least).nonzero().squeeze(-1)
-    first = positions[equal].topk(count - len(above), largest=False).indices
-    return torch.cat([above, equal[first]])
+        best = among_largest(score[mine], self.batch_positions[mine], count, self.reduction)
+        return torch.zeros_like(candidates).index_copy(0, mine, best)

@@ -136,8 +136,8 @@ def probe(loss: PolicyLoss) -> None:
         raise ConfigError(f"policy loss {loss.name!r} raised on a small batch: {raised}") from error
     broken = ~torch.isfinite(losses)
     if bool(broken.any()):
-        place = int(sample.segments.ids[broken][0])
+        index = int(sample.segments.ids[broken][0])
         raise ConfigError(
-            f"policy loss {loss.name!r} is not finite on ordinary numbers: trajectory {place} of a small batch,"
-            f" log-probs {sample.log_probs[sample.segments.ids == place].tolist()}"
+            f"policy loss {loss.name!r} is not finite on ordinary numbers: trajectory {index} of a small batch,"
+            f" log-probs {sample.log_probs[sample.segments.ids == index].tolist()}"
         )

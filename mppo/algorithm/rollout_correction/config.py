@@ -37,7 +37,7 @@ class RolloutCorrectionConfig:
     """A number: weights above it are cut to it (TIS). Bounds, `[0.5, 2.0]`: weights outside become 0 (IcePop).
     Bounds may also be a text as in the reference, `"0.5_2.0"`, in quotes: unquoted, `0.5_2` is the number 0.52."""
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean over what trains of the global batch (a mini-batch in bypass mode)."""
+    """Divide the weights by their mean over the actions that train of the batch (in bypass mode, the mini-batch)."""
     rollout_rs: str | None = None
     """Rejection: comma-separated options; a token trains only if all keep it. null: none."""
     rollout_rs_threshold: Any = None
@@ -64,15 +64,15 @@ class RolloutCorrectionConfig:
         _ = self.is_bounds, self.rs_bounds  # which refuse what cannot be
 
     def _refuse_idle(self) -> None:
-        weighs, rejects = self.rollout_is is not None, self.rollout_rs is not None
+        corrects, rejects = self.rollout_is is not None, self.rollout_rs is not None
         idle = [
-            (self.rollout_is_threshold != 2.0 and not weighs, "rollout_is_threshold", "rollout_is is null"),
-            (self.rollout_is_batch_normalize and not weighs, "rollout_is_batch_normalize", "rollout_is is null"),
-            (self.apply_to != ["policy"] and not weighs, "apply_to", "rollout_is is null"),
+            (self.rollout_is_threshold != 2.0 and not corrects, "rollout_is_threshold", "rollout_is is null"),
+            (self.rollout_is_batch_normalize and not corrects, "rollout_is_batch_normalize", "rollout_is is null"),
+            (self.apply_to != ["policy"] and not corrects, "apply_to", "rollout_is is null"),
             (self.rollout_rs_threshold is not None and not rejects, "rollout_rs_threshold", "rollout_rs is null"),
             (self.loss_type != "ppo_clip" and not self.bypass_mode, "loss_type", "bypass_mode is off"),
             (
-                weighs and self.bypass_mode and self.loss_type == "ppo_clip",
+                corrects and self.bypass_mode and self.loss_type == "ppo_clip",
                 "rollout_is",
                 "in bypass mode the ratio of ppo_clip is the correction already; choose loss_type=reinforce",
             ),
