@@ -4,13 +4,22 @@ Names follow the field's usage (verl's knobs, Megatron's parallel sizes). Knobs 
 not here but in the dataclass registered with it; they are given under `actor.policy_loss` and `algorithm.adv_options`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mppo.config.actor_critic import ActorConfig, CriticConfig, CriticParallelConfig, OptimConfig, RefConfig
+from mppo.config.actor_critic import (
+    ActorConfig,
+    CriticConfig,
+    CriticParallelConfig,
+    OptimConfig,
+    RefConfig,
+    TrainedRoleConfig,
+)
 from mppo.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControllerConfig
 from mppo.config.checks import not_negative, positive
 from mppo.config.data import DataConfig, OverlongBufferConfig, PromptSource, RewardConfig, RolloutConfig
 from mppo.config.parallel import ModelSource, ParallelConfig, RecomputeConfig
+from mppo.config.run_facts import RunFacts, Unread, UpdateFacts, refuse_unread
 
 __all__ = [
     "ActorConfig",
@@ -30,7 +39,12 @@ __all__ = [
     "RefConfig",
     "RewardConfig",
     "RolloutConfig",
+    "RunFacts",
+    "TrainedRoleConfig",
     "TrainerConfig",
+    "Unread",
+    "UpdateFacts",
+    "refuse_unread",
 ]
 
 
@@ -65,6 +79,13 @@ class TrainerConfig:
             samples_per_step=self.samples_per_step,
         )
 
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if not run.has_critic:
+            yield Unread("critic_warmup", f"algorithm.adv_estimator={run.adv_estimator} needs no critic")
+        if not run.has_validation:
+            yield Unread("test_freq", "data.val is not given")
+            yield Unread("val_before_train", "data.val is not given")
+
 
 @dataclass
 class Config:
@@ -84,3 +105,9 @@ class Config:
     @property
     def need_reference(self) -> bool:
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if not run.has_critic:
+            yield Unread("critic", f"algorithm.adv_estimator={run.adv_estimator} needs no critic")
+        if not self.need_reference:
+            yield Unread("ref", "neither actor.use_kl_loss nor algorithm.use_kl_in_reward is on")

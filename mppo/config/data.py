@@ -1,9 +1,11 @@
 """Where prompts come from, how they are answered, and what an answer is worth."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from mppo.config.checks import not_negative, one_of, positive
+from mppo.config.run_facts import RunFacts, Unread
 from mppo.errors import ConfigError
 
 
@@ -21,6 +23,10 @@ class PromptSource:
     @property
     def given(self) -> bool:
         return bool(self.files or self.generator)
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if self.generator is None:
+            yield Unread("options", "generator is null")
 
 
 @dataclass
@@ -113,6 +119,11 @@ class RewardConfig:
 
     def __post_init__(self):
         positive("reward", clip=self.clip)
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if not run.reads_rewards:
+            for name in ("overlong_buffer", "running_normalization", "clip"):
+                yield Unread(name, f"{run.adv_estimator} reads the parts of the reward, not the whole")
 
     @property
     def shapes(self) -> bool:
