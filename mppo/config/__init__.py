@@ -4,13 +4,22 @@ Names follow the field's usage (verl's knobs, Megatron's parallel sizes). Knobs 
 not here but in the dataclass registered with it; they are given under `actor.policy_loss` and `algorithm.adv_options`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mppo.config.actor_critic import ActorConfig, CriticConfig, CriticParallelConfig, OptimConfig, RefConfig
+from mppo.config.actor_critic import (
+    ActorConfig,
+    CriticConfig,
+    CriticParallelConfig,
+    OptimConfig,
+    RefConfig,
+    TrainedRoleConfig,
+)
 from mppo.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControllerConfig
 from mppo.config.checks import not_negative, positive
 from mppo.config.data import DataConfig, OverlongBufferConfig, PromptSource, RewardConfig, RolloutConfig
 from mppo.config.parallel import ModelSource, ParallelConfig, RecomputeConfig
+from mppo.config.run_facts import RunFacts, Unread, UpdateFacts, refuse_unread
 from mppo.errors import ConfigError
 
 __all__ = [
@@ -31,7 +40,12 @@ __all__ = [
     "RefConfig",
     "RewardConfig",
     "RolloutConfig",
+    "RunFacts",
+    "TrainedRoleConfig",
     "TrainerConfig",
+    "Unread",
+    "UpdateFacts",
+    "refuse_unread",
 ]
 
 
@@ -75,6 +89,13 @@ class TrainerConfig:
         if self.keep_checkpoints is not None and not self.save_freq:
             raise ConfigError("trainer.keep_checkpoints has no effect with trainer.save_freq=0; set that")
 
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if not run.has_critic:
+            yield Unread("critic_warmup", f"algorithm.adv_estimator={run.adv_estimator} needs no critic")
+        if not run.has_validation:
+            yield Unread("test_freq", "data.val is not given")
+            yield Unread("val_before_train", "data.val is not given")
+
 
 @dataclass
 class Config:
@@ -94,3 +115,9 @@ class Config:
     @property
     def need_reference(self) -> bool:
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if not run.has_critic:
+            yield Unread("critic", f"algorithm.adv_estimator={run.adv_estimator} needs no critic")
+        if not self.need_reference:
+            yield Unread("ref", "neither actor.use_kl_loss nor algorithm.use_kl_in_reward is on")

@@ -1,10 +1,12 @@
 """Actor, critic and reference."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from mppo.config.checks import not_negative, one_of, positive
 from mppo.config.parallel import PIPELINE_FIELDS, ParallelConfig, RecomputeConfig
+from mppo.config.run_facts import RunFacts, Unread
 from mppo.errors import ConfigError
 
 
@@ -67,47 +69,130 @@ class OptimConfig:
 
 
 @dataclass
-class ActorConfig:
-    policy_loss: dict[str, Any] = field(default_factory=dict)
-    """`loss_mode`, a registered loss or an import path, and the knobs of that loss. Without it: `vanilla`, or what
-    `algorithm.rollout_correction.bypass_mode` chooses."""
+class TrainedRoleConfig:
+    """How a role that is trained goes through a batch. Each role has names of its own for its forward-only pass."""
+
     loss_agg_mode: str | None = None
-    """How token losses add up; null: as the paper of the loss has it."""
+    """How token losses add up. null: of the actor, as the paper of its loss has it; of the critic, the actor's."""
     loss_scale_factor: float | None = None
-    """C of seq-mean-token-sum-norm, tokens; null: data.max_response_length."""
-    ppo_mini_batch_size: int = 8
-    """Prompts per optimizer step; times rollout.n trajectories."""
+    """C of seq-mean-token-sum-norm, tokens. null: the actor's is data.max_response_length, the critic's the actor's."""
+    ppo_mini_batch_size: int | None = None
+    """Prompts per optimizer step; times rollout.n trajectories. null: of the critic, the actor's."""
     ppo_epochs: int = 1
+    """How often a training step goes over its batch."""
     shuffle: bool = False
     """Draw the mini-batches anew each epoch instead of cutting in order."""
     use_dynamic_bsz: bool = False
     """Micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by trajectories."""
     ppo_micro_batch_size_per_gpu: int | None = None
-    """Trajectories per micro-batch of one data-parallel rank."""
+    """Trajectories per micro-batch of one data-parallel rank. null, like the tokens: a critic has the actor's."""
     ppo_max_token_len_per_gpu: int | None = None
     """Tokens of a micro-batch on one GPU, which under context parallelism holds a slice of it: a hard limit."""
+    placement: str = "device"
+    """`device`, or `host`: weights, gradients and optimizer state are on the device only while the role works."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    role: ClassVar[str]
+    forward_only: ClassVar[str]
+    """What the fields with the limits of its forward-only pass begin with."""
+
+    def __post_init__(self):
+        one_of(f"{self.role}.placement", self.placement, ("device", "host"))
+        limits = {name: value for name, value in vars(self).items() if name.endswith("_per_gpu")}
+        positive(
+            self.role,
+            ppo_mini_batch_size=self.ppo_mini_batch_size,
+            ppo_epochs=self.ppo_epochs,
+            loss_scale_factor=self.loss_scale_factor,
+            **limits,
+        )
+        other = "micro_batch_size_per_gpu" if self.use_dynamic_bsz else "max_token_len_per_gpu"
+        for name, value in limits.items():
+            if value is not None and name.endswith(other):
+                by_tokens = str(self.use_dynamic_bsz).lower()
+                raise ConfigError(
+                    f"{self.role}.{name} has no effect with {self.role}.use_dynamic_bsz={by_tokens}; unset it"
+                )
+
+    def forward_only_limit(self) -> tuple[str, int | None]:
+        """The field that limits its forward-only pass, and what it says; null: as in training."""
+        name = "max_token_len_per_gpu" if self.use_dynamic_bsz else "micro_batch_size_per_gpu"
+        field_name = f"{self.forward_only}_{name}"
+        return field_name, getattr(self, field_name)
+
+    def training_limit(self) -> tuple[str, int | None]:
+        """The field that limits its training pass, and what it says."""
+        if self.use_dynamic_bsz:
+            return "ppo_max_token_len_per_gpu", self.ppo_max_token_len_per_gpu
+        return "ppo_micro_batch_size_per_gpu", self.ppo_micro_batch_size_per_gpu
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether it says how large its micro-batches are."""
+        return self.use_dynamic_bsz or any(value for name, value in vars(self).items() if name.endswith("_per_gpu"))
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if self.role not in run.updates:
+            return
+        updates = run.updates[self.role]
+        if not updates.reads_scale_factor:
+            yield Unread(
+                "loss_scale_factor", f"{self.role}.loss_agg_mode is {updates.loss_agg_mode}, which does not read it"
+            )
+        if updates.mini_batches == 1:
+            yield Unread("shuffle", "one mini-batch has the whole batch, in any order")
+        if self.placement == "host":
+            yield Unread("optim.state_placement", f"{self.role}.placement=host takes the optimizer state along")
+        if updates.dtype == "float32":
+            yield Unread("optim.grad_reduce_in_fp32", f"the gradients of the {self.role} are in float32 anyway")
+
+
+@dataclass
+class ActorConfig(TrainedRoleConfig):
+    """The policy that is trained."""
+
+    ppo_mini_batch_size: int | None = 8
+    policy_loss: dict[str, Any] = field(default_factory=dict)
+    """`loss_mode`, a registered loss or an import path, and the knobs of that loss. Without it: `vanilla`, or what
+    `algorithm.rollout_correction.bypass_mode` chooses."""
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """The same for the forward-only pass; null: as in training."""
+    """Trajectories per micro-batch of forward-only passes, of the actor and of the reference; null: as in training."""
     log_prob_max_token_len_per_gpu: int | None = None
+    """The same in tokens."""
     old_log_prob_pass: str = "auto"
     """`auto`: skip the pass for the PPO anchor where the anchor is the policy that is updated (one optimizer step a
     training step) and nothing reads it before; `always`: make it, and report `rollout_corr/*`."""
-    placement: str = "device"
-    """`device`, or `host`: weights, gradients and optimizer state are on the device only while the actor works."""
     entropy_coeff: float = 0.0
+    """Of the entropy bonus; 0: none."""
     calculate_entropy: bool = False
     """Report entropy even when its coefficient is 0."""
     use_kl_loss: bool = False
     """Add kl_loss_coef times the KL to the reference to the loss."""
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "low_var_kl"
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    """A KL form: `k1`, `k2`, `k3` and their like, or `full`, exact over the vocabulary."""
+
+    role: ClassVar[str] = "actor"
+    forward_only: ClassVar[str] = "log_prob"
 
     def __post_init__(self):
-        check_batches("actor", self)
+        super().__post_init__()
+        if self.ppo_mini_batch_size is None:
+            raise ConfigError("actor.ppo_mini_batch_size is null; give the prompts of an optimizer step")
         one_of("actor.old_log_prob_pass", self.old_log_prob_pass, ("auto", "always"))
-        one_of("actor.placement", self.placement, ("device", "host"))
         not_negative("actor", entropy_coeff=self.entropy_coeff, kl_loss_coef=self.kl_loss_coef)
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        yield from super().unread(run)
+        if not run.has_forward_only_pass:
+            reason = "no pass is forward-only: neither old log-probs, a reference nor a mini-batch's preparation asks"
+            yield Unread("log_prob_micro_batch_size_per_gpu", reason)
+            yield Unread("log_prob_max_token_len_per_gpu", reason)
+        if run.bypass_mode:
+            yield Unread("old_log_prob_pass", "algorithm.rollout_correction.bypass_mode makes no such pass")
+        if not self.use_kl_loss:
+            yield Unread("kl_loss_coef", "actor.use_kl_loss is off")
+            yield Unread("kl_loss_type", "actor.use_kl_loss is off")
 
 
 @dataclass
@@ -123,6 +208,12 @@ class CriticParallelConfig:
     def __post_init__(self):
         positive("critic.parallel", **{name: getattr(self, name) for name in PIPELINE_FIELDS})
 
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if self.sequence_parallel is False and not run.is_sequence_parallel:
+            yield Unread("sequence_parallel", "parallel.sequence_parallel is off already")
+        if self.virtual_pipeline_model_parallel_size == 1 and not run.is_interleaved:
+            yield Unread("virtual_pipeline_model_parallel_size", "the actor has one model chunk of each stage already")
+
     def within(self, actor: ParallelConfig) -> ParallelConfig:
         """The critic's layout, given the actor's. Raises ConfigError for a field that this leaves without effect."""
         if self.sequence_parallel and actor.tensor_model_parallel_size == 1:
@@ -137,7 +228,7 @@ class CriticParallelConfig:
 
 
 @dataclass
-class CriticConfig:
+class CriticConfig(TrainedRoleConfig):
     """Read when the estimator needs a critic."""
 
     path: str | None = None
@@ -150,46 +241,22 @@ class CriticConfig:
     """null: model.recompute."""
     moe_aux_loss_coeff: float | None = None
     """Coefficient of the load-balancing loss where the critic is a mixture of experts; null: the actor's."""
-    loss_agg_mode: str | None = None
-    """null: the actor's."""
-    loss_scale_factor: float | None = None
-    """null: the actor's."""
     cliprange_value: float = 0.5
-    ppo_mini_batch_size: int | None = None
-    """null: the actor's."""
-    ppo_epochs: int = 1
-    shuffle: bool = False
-    use_dynamic_bsz: bool = False
-    ppo_micro_batch_size_per_gpu: int | None = None
-    """null, with no token limit either: the actor's limits."""
-    ppo_max_token_len_per_gpu: int | None = None
+    """How far a value may move from the one before the updates before its loss stops pulling."""
     ppo_infer_micro_batch_size_per_gpu: int | None = None
-    """The same for the forward-only pass; null: as in training."""
+    """Trajectories per micro-batch of its forward-only pass; null: as in training."""
     ppo_infer_max_token_len_per_gpu: int | None = None
-    placement: str = "device"
-    """As the actor's."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The same in tokens."""
+
+    role: ClassVar[str] = "critic"
+    forward_only: ClassVar[str] = "ppo_infer"
 
     def __post_init__(self):
+        super().__post_init__()
         positive("critic", cliprange_value=self.cliprange_value)
-        one_of("critic.placement", self.placement, ("device", "host"))
         not_negative("critic", moe_aux_loss_coeff=self.moe_aux_loss_coeff)
         if self.dtype is not None:
             one_of("critic.dtype", self.dtype, ("bfloat16", "float32"))
-        check_batches("critic", self)
-
-
-def check_batches(where: str, role: Any) -> None:
-    names = {"ppo_mini_batch_size", "ppo_epochs", "loss_scale_factor"} | {
-        n for n in vars(role) if n.endswith("_per_gpu")
-    }
-    positive(where, **{name: getattr(role, name) for name in sorted(names)})
-    by_tokens = [n for n in vars(role) if n.endswith("max_token_len_per_gpu") and getattr(role, n)]
-    by_count = [n for n in vars(role) if n.endswith("micro_batch_size_per_gpu") and getattr(role, n)]
-    if role.use_dynamic_bsz and by_count:
-        raise ConfigError(f"{where}.{by_count[0]} has no effect with {where}.use_dynamic_bsz=true; unset it")
-    if by_tokens and not role.use_dynamic_bsz:
-        raise ConfigError(f"{where}.{by_tokens[0]} has no effect with {where}.use_dynamic_bsz=false; unset it")
 
 
 @dataclass

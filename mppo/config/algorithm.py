@@ -1,9 +1,11 @@
 """Advantages, the KL in the reward, and the rollout correction."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from mppo.config.checks import not_negative, one_of, positive
+from mppo.config.run_facts import RunFacts, Unread
 
 
 @dataclass
@@ -21,6 +23,11 @@ class KLControllerConfig:
         positive("algorithm.kl_ctrl", target_kl=self.target_kl, horizon=self.horizon)
         not_negative("algorithm.kl_ctrl", kl_coef=self.kl_coef)
 
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if self.type == "fixed":
+            yield Unread("target_kl", "algorithm.kl_ctrl.type is fixed")
+            yield Unread("horizon", "algorithm.kl_ctrl.type is fixed")
+
 
 @dataclass
 class FilterGroupsConfig:
@@ -36,6 +43,15 @@ class FilterGroupsConfig:
     def __post_init__(self):
         one_of("algorithm.filter_groups.metric", self.metric, ("reward", "accuracy"))
         positive("algorithm.filter_groups", max_num_gen_batches=self.max_num_gen_batches)
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if not self.enable:
+            yield Unread("metric", "algorithm.filter_groups.enable is off")
+            yield Unread("max_num_gen_batches", "algorithm.filter_groups.enable is off")
+        if self.max_num_gen_batches == 1:
+            yield Unread("enable", "max_num_gen_batches=1 draws none anew")
+        if run.answers_per_prompt == 1:
+            yield Unread("enable", "with rollout.n=1 nothing differs within a group")
 
 
 @dataclass
@@ -54,3 +70,12 @@ class AlgorithmConfig:
     overlong_masking: bool = False
     """Answers that were cut at max_response_length do not train (their prompts' other answers do)."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if not run.reads_rewards:
+            yield Unread("use_kl_in_reward", f"{run.adv_estimator} reads the parts of the reward, not the whole")
+        if not self.use_kl_in_reward:
+            yield Unread("kl_penalty", "algorithm.use_kl_in_reward is off")
+            yield Unread("kl_ctrl", "algorithm.use_kl_in_reward is off")
+        if not run.answers_may_end:
+            yield Unread("overlong_masking", "rollout.ignore_eos=true lets no answer end, so nothing would train")

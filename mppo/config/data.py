@@ -1,10 +1,12 @@
 """Where prompts come from, how they are answered, and what an answer is worth."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from mppo.config.checks import not_negative, one_of, positive
+from mppo.config.run_facts import RunFacts, Unread
 from mppo.errors import ConfigError
 
 
@@ -22,6 +24,10 @@ class PromptSource:
     @property
     def given(self) -> bool:
         return bool(self.files or self.generator)
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if self.generator is None:
+            yield Unread("options", "generator is null")
 
 
 @dataclass
@@ -149,6 +155,11 @@ class RewardConfig:
             raise ConfigError(
                 "reward.max_failure_rate has no effect with reward.on_error=raise: one failure ends the run"
             )
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if not run.reads_rewards:
+            for name in ("overlong_buffer", "running_normalization", "clip"):
+                yield Unread(name, f"{run.adv_estimator} reads the parts of the reward, not the whole")
 
     @property
     def shapes(self) -> bool:

@@ -13,12 +13,16 @@ from mppo.algorithm.policy_losses import PolicyLoss, policy_loss
 from mppo.algorithm.policy_losses.probe import probe
 from mppo.algorithm.reward_shaping import OutcomeShaping
 from mppo.algorithm.rollout_correction import RolloutCorrectionConfig, rollout_correction_config
-from mppo.batch.batch_plan import MicroBatchLimit
-from mppo.config import ActorConfig, Config, CriticConfig, ParallelConfig
+from mppo.config import Config, ParallelConfig, RunFacts, UpdateFacts, refuse_unread
 from mppo.errors import ConfigError
+from mppo.megatron.topology import Sizes
 from mppo.rollout.rewards import RewardFunction
 from mppo.rollout.tasks import GENERATORS, reward_function
-from mppo.trainer.idle_fields import find_warnings, refuse_idle_fields
+from mppo.trainer.contradictions import find_warnings, refuse_contradictions
+from mppo.trainer.update_settings import UpdateSettings, actor_settings, critic_settings
+
+SCALED_BY_FACTOR = "seq-mean-token-sum-norm"
+"""The aggregation mode that divides by `loss_scale_factor`."""
 
 
 class Anchor(Enum):
@@ -30,32 +34,6 @@ class Anchor(Enum):
     """The policy that is updated, whose log-probs the training pass makes anyway; the ratio is 1."""
     OWN_PASS = "own_pass"
     """A forward-only pass before the updates."""
-
-
-@dataclass(frozen=True)
-class UpdateSettings:
-    """How one role goes through a batch."""
-
-    mini_batch_size: int
-    """Trajectories per optimizer step."""
-    epochs: int
-    shuffle: bool
-    limit: MicroBatchLimit
-    infer_limit: MicroBatchLimit
-    loss_agg_mode: str
-    norm: float
-    """C of seq-mean-token-sum-norm, tokens."""
-    denominator: str = "loss_mask"
-    """What is counted: `loss_mask`, all actions, or `kept`, those that train."""
-
-    @property
-    def limits(self) -> list[MicroBatchLimit]:
-        """Of all its passes."""
-        return [self.infer_limit, self.limit]
-
-    def optimizer_steps(self, trajectories: int) -> int:
-        """Optimizer steps of one training step."""
-        return self.epochs * -(-trajectories // self.mini_batch_size)
 
 
 @dataclass(frozen=True)
@@ -124,9 +102,49 @@ class RunSpec:
         )
 
     @property
-    def rejects(self) -> bool:
-        """Whether some actions may not train."""
-        return self.correction.rollout_rs is not None or self.config.algorithm.overlong_masking
+    def has_forward_only_pass(self) -> bool:
+        """Whether a pass is planned by the actor's limits of forward-only passes: its own, the reference's, or that of
+        a critic without limits of its own."""
+        correction = self.correction
+        prepares = correction.rollout_is or correction.rollout_rs or self.policy_loss.prepare
+        return (
+            self.config.need_reference
+            or self.anchor(self.trajectories) is Anchor.OWN_PASS
+            or (correction.bypass_mode and bool(prepares))
+            or (self.critic is not None and not self.config.critic.has_limits)
+        )
+
+    @property
+    def facts(self) -> RunFacts:
+        """What decides which fields are read."""
+        config, rollout = self.config, self.config.rollout
+        return RunFacts(
+            adv_estimator=config.algorithm.adv_estimator,
+            reads_rewards=self.estimator.traits.reads_rewards,
+            answers_per_prompt=rollout.n,
+            answers_may_end=not rollout.ignore_eos or bool(rollout.stop or rollout.stop_token_ids),
+            has_validation=config.data.val.given,
+            bypass_mode=self.correction.bypass_mode,
+            has_forward_only_pass=self.has_forward_only_pass,
+            is_sequence_parallel=config.parallel.sequence_parallel,
+            is_interleaved=config.parallel.virtual_pipeline_model_parallel_size is not None,
+            updates=self._update_facts(),
+        )
+
+    def _update_facts(self) -> dict[str, UpdateFacts]:
+        def facts(settings: UpdateSettings, is_read: bool, dtype: str) -> UpdateFacts:
+            return UpdateFacts(settings.mini_batches(self.trajectories), settings.loss_agg_mode, is_read, dtype)
+
+        config, dtype = self.config, self.config.model.dtype
+        actor_reads = self.actor.loss_agg_mode == SCALED_BY_FACTOR
+        if self.critic is None:
+            return {"actor": facts(self.actor, actor_reads, dtype)}
+        critic_reads = self.critic.loss_agg_mode == SCALED_BY_FACTOR
+        inherited = critic_reads and config.critic.loss_scale_factor is None
+        return {
+            "actor": facts(self.actor, actor_reads or inherited, dtype),
+            "critic": facts(self.critic, critic_reads, config.critic.dtype or dtype),
+        }
 
 
 def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
@@ -140,9 +158,11 @@ def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
     loss = _policy_loss(config.actor.policy_loss, correction)
     probe(loss)
     estimator = make_estimator(algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
-    actor = _actor_settings(config, loss.loss_agg_mode, correction.denominator)
-    critic = _critic_settings(config, actor) if estimator.traits.critic else None
+    actor = actor_settings(config, loss.loss_agg_mode, correction.denominator)
+    critic = critic_settings(config, actor) if estimator.traits.critic else None
     _check_names(config, actor)
+    refuse_contradictions(config, estimator, correction, actor)
+    roles = [settings for settings in (actor, critic) if settings is not None]
     spec = RunSpec(
         config=config,
         data_parallel_size=data_parallel_size,
@@ -154,9 +174,9 @@ def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
         actor=actor,
         critic=critic,
         critic_parallel=config.critic.parallel.within(config.parallel) if critic else None,
-        warnings=find_warnings(config, estimator, actor),
+        warnings=find_warnings(config, estimator, roles, Sizes.of(config.parallel, data_parallel_size)),
     )
-    refuse_idle_fields(spec)
+    refuse_unread(config, spec.facts)
     if config.strict and spec.warnings:
         raise ConfigError("strict=true: " + "; ".join(spec.warnings))
     return spec
@@ -182,61 +202,6 @@ def _policy_loss(given: dict[str, Any], correction: RolloutCorrectionConfig) -> 
     if knobs and correction.loss_type == "reinforce":
         raise ConfigError(f"{where}.{next(iter(knobs))}: reinforce, the loss_type of bypass mode, reads no knobs")
     return policy_loss("bypass_mode", {**knobs, "loss_type": correction.loss_type}, where)
-
-
-def _limits(role: str, given: ActorConfig | CriticConfig, infer: str) -> tuple[MicroBatchLimit, MicroBatchLimit]:
-    """Of training, and of the forward-only pass, whose own fields start with `infer` and may be null: as in training.
-
-    Raises ConfigError for a limit that is not given.
-    """
-    name = "max_token_len_per_gpu" if given.use_dynamic_bsz else "micro_batch_size_per_gpu"
-    own = f"ppo_{name}" if getattr(given, f"{infer}_{name}") is None else f"{infer}_{name}"
-    if getattr(given, f"ppo_{name}") is None:
-        by_tokens = str(given.use_dynamic_bsz).lower()
-        raise ConfigError(f"{role}.ppo_{name} is not given; {role}.use_dynamic_bsz={by_tokens} needs it")
-    kind = "tokens" if given.use_dynamic_bsz else "trajectories"
-    limit, infer_limit = (
-        MicroBatchLimit(**{kind: getattr(given, field)}, field=f"{role}.{field}") for field in (f"ppo_{name}", own)
-    )
-    return limit, infer_limit
-
-
-def _first_given(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
-
-
-def _actor_settings(config: Config, paper_mode: str, denominator: str) -> UpdateSettings:
-    actor = config.actor
-    limit, infer_limit = _limits("actor", actor, "log_prob")
-    return UpdateSettings(
-        mini_batch_size=actor.ppo_mini_batch_size * config.rollout.n,
-        epochs=actor.ppo_epochs,
-        shuffle=actor.shuffle,
-        limit=limit,
-        infer_limit=infer_limit,
-        loss_agg_mode=actor.loss_agg_mode or paper_mode,
-        norm=_first_given(actor.loss_scale_factor, config.data.max_response_length),
-        denominator=denominator,
-    )
-
-
-def _critic_settings(config: Config, actor: UpdateSettings) -> UpdateSettings:
-    critic = config.critic
-    own = [n for n in vars(critic) if n.endswith("_per_gpu") and getattr(critic, n)]
-    limit, infer_limit = actor.limit, actor.infer_limit
-    if own or critic.use_dynamic_bsz:
-        limit, infer_limit = _limits("critic", critic, "ppo_infer")
-    prompts = critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
-    return UpdateSettings(
-        mini_batch_size=prompts * config.rollout.n,
-        epochs=critic.ppo_epochs,
-        shuffle=critic.shuffle,
-        limit=limit,
-        infer_limit=infer_limit,
-        loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
-        norm=_first_given(critic.loss_scale_factor, actor.norm),
-        denominator=actor.denominator,
-    )
 
 
 def _check_names(config: Config, actor: UpdateSettings) -> None:
