@@ -24,5 +24,17 @@ class TrainingError(MppoError, ArithmeticError):
     """A gradient is not finite; the weights after that step are not to be used."""
 
 
+class CheckpointError(MppoError, OSError):
+    """A checkpoint cannot be written or read."""
+
+
 class RewardError(MppoError, ValueError):
     """A reward function raised, or returned something that is not a finite number."""
+
+
+class EngineError(MppoError, RuntimeError):
+    """A rollout engine cannot answer: it has no weights, an update failed, or it does not answer in time."""
+
+
+class RankError(MppoError, RuntimeError):
+    """Another rank failed, with an error of its own that it shows."""

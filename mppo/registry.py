@@ -10,14 +10,13 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from typing_extensions import TypeVar
 
 from mppo.errors import ConfigError
-
-T = TypeVar("T", bound=Callable)
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,24 @@ class NoConfig:
 
 
 @dataclass(frozen=True)
-class Plugin(Generic[T]):
+class NoTraits:
+    """Of a kind of plugin that declares nothing but its knobs."""
+
+
+T = TypeVar("T", bound=Callable)
+Traits = TypeVar("Traits", default=NoTraits)
+
+
+@dataclass(frozen=True)
+class Plugin(Generic[T, Traits]):
     """A registered callable, the dataclass of its knobs, and what else was declared with it."""
 
     name: str
     fn: T
-    config: type = NoConfig
-    traits: dict[str, Any] | None = None
+    config: type
+    """The dataclass of its knobs."""
+    traits: Traits
+    """What the callable is or needs, as far as mppo must know it."""
 
     def configure(self, values: dict[str, Any], where: str) -> Any:
         """The plugin's typed configuration from `values`, as `typed` builds it."""
@@ -67,27 +77,35 @@ def typed(schema: type, values: dict[str, Any], where: str, reader: str) -> Any:
         raise ConfigError(f"{where}.{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
-class Registry(Generic[T]):
-    """A name -> Plugin table for one kind of thing."""
+class Registry(Generic[T, Traits]):
+    """A name -> Plugin table for one kind of thing.
 
-    def __init__(self, kind: str, traits: tuple[str, ...] = ()):
-        self.kind, self.traits = kind, traits
-        self._plugins: dict[str, Plugin[T]] = {}
+    `traits` is the frozen dataclass of what plugins of this kind declare beside their knobs; every field has a default,
+    which holds for a callable that is found by its import path and was never registered.
+    """
 
-    def register(self, name: str, *, config: type = NoConfig, override: bool = False, **traits: Any):
-        """Decorator: register a callable under `name`, with the dataclass of its knobs.
+    def __init__(self, kind: str, traits: type[Traits] = NoTraits):
+        self.kind, self._traits = kind, traits
+        self._plugins: dict[str, Plugin[T, Traits]] = {}
+
+    def register(
+        self, name: str, *, config: type = NoConfig, override: bool = False, **traits: Any
+    ) -> Callable[[T], T]:
+        """Decorator: register a callable under `name`, with the dataclass of its knobs and its traits.
 
         Raises ConfigError when the name is taken and `override` is not set: names cannot clash silently; and for a
         trait that this kind does not have.
         """
+        known = [f.name for f in fields(self._traits)]
         for trait in traits:
-            if trait not in self.traits:
-                raise ConfigError(f"{self.kind} {name!r}: there is no trait {trait!r}{nearest(trait, self.traits)}")
+            if trait not in known:
+                raise ConfigError(f"{self.kind} {name!r}: there is no trait {trait!r}{nearest(trait, known)}")
+        declared = self._traits(**traits)
 
         def decorate(fn: T) -> T:
             if name in self._plugins and not override:
                 raise ConfigError(f"{self.kind} {name!r} is registered already; pass override=True to replace it")
-            self._plugins[name] = Plugin(name, fn, config, traits)
+            self._plugins[name] = Plugin(name, fn, config, declared)
             return fn
 
         return decorate
@@ -95,7 +113,7 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         return sorted(self._plugins)
 
-    def get(self, name: str) -> Plugin[T]:
+    def get(self, name: str) -> Plugin[T, Traits]:
         """Find a plugin by name or import path. Raises ConfigError that lists the known names and the nearest."""
         if ":" in name:
             return self._imported(name)
@@ -109,7 +127,7 @@ class Registry(Generic[T]):
             )
         return self._plugins[name]
 
-    def _imported(self, path: str) -> Plugin[T]:
+    def _imported(self, path: str) -> Plugin[T, Traits]:
         module_name, _, attribute = path.partition(":")
         try:
             target = getattr(importlib.import_module(module_name), attribute)
@@ -118,7 +136,7 @@ class Registry(Generic[T]):
         if not callable(target):
             raise ConfigError(f"{self.kind} {path!r} is not callable")
         registered = next((p for p in self._plugins.values() if p.fn is target), None)
-        return registered or Plugin(path, target, getattr(target, "config", NoConfig), {})
+        return registered or Plugin(path, target, getattr(target, "config", NoConfig), self._traits())
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,7 @@
-"""The actor's loss: policy term, entropy bonus and KL to the reference, as token losses (reference section 5)."""
+"""The actor's loss: policy term, entropy bonus and KL to the reference, as token losses.
+
+Importance weights and token weights enter here and nowhere else.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +10,7 @@ from torch import Tensor
 
 from mppo.algorithm.kl import FULL, kl_penalty, kl_saturated
 from mppo.algorithm.policy_losses import PolicyInputs, PolicyLoss
-from mppo.algorithm.statistics import Ratio
+from mppo.algorithm.statistics import Statistic, Statistics, mean, total
 
 
 @dataclass(frozen=True)
@@ -35,44 +38,46 @@ class ActorTerms:
 
 def actor_loss(
     x: PolicyInputs,
-    weights: Tensor,
+    token_weights: Tensor,
     terms: ActorTerms,
     entropy: Tensor | None = None,
     full_kl: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Ratio]]:
+) -> tuple[Tensor, Statistics]:
     """Token losses `[T]` and metrics without prefix.
 
-    `weights [T]` are those of the aggregation mode, 0 outside the mask; they enter the metrics that are losses, not the
-    token losses. `entropy` and `full_kl`, `[T]`, are given where the terms use them.
+    `token_weights [T]` are those of the aggregation mode, 0 outside the mask; they enter the metrics that are losses,
+    not the token losses. `entropy` and `full_kl`, `[T]`, are given where the terms use them.
     Raises ConfigError when the policy loss returns anything but one loss per token.
     """
     mask = x.mask
 
-    def total(token_values: Tensor) -> Ratio:
-        return Ratio.total(torch.where(mask, token_values.detach(), 0.0) * weights)
+    def aggregated(token_values: Tensor) -> Statistic:
+        return total(torch.where(mask, token_values.detach(), 0.0) * token_weights)
 
-    def weighted(term: str, token_values: Tensor) -> Tensor:
-        return token_values if x.rollout_is_weights is None or term not in terms.importance_weighted else (
-            token_values * x.rollout_is_weights
-        )  # fmt: skip
+    def importance_weighted(term: str, token_values: Tensor) -> Tensor:
+        if x.rollout_is_weights is None or term not in terms.importance_weighted:
+            return token_values
+        return token_values * x.rollout_is_weights
 
     policy = terms.policy_loss(x)
     statistics = {name: statistic.reduce(mask) for name, statistic in policy.statistics.items()}
-    statistics["pg_loss"] = total(policy.loss)
     loss = policy.loss
+    if not terms.policy_loss.traits.applies_importance_weights:
+        loss = importance_weighted("policy", loss)
+    statistics["pg_loss"] = aggregated(loss)
     if terms.uses_entropy:
-        bonus = weighted("entropy", entropy)
+        bonus = importance_weighted("entropy", entropy)
         loss = loss - terms.entropy_coeff * bonus
-        statistics["entropy_loss"] = total(bonus)
-        statistics["entropy"] = Ratio.mean(entropy.detach(), mask)
+        statistics["entropy_loss"] = aggregated(bonus)
+        statistics["entropy"] = mean(entropy, mask)
     if terms.kl_loss_coef is not None:
         kl = full_kl if terms.uses_full_kl else kl_penalty(x.log_probs, x.ref_log_probs, terms.kl_loss_type)
-        kl = weighted("kl", kl)
+        kl = importance_weighted("kl", kl)
         loss = loss + terms.kl_loss_coef * kl
-        statistics["kl_loss"] = total(kl)
+        statistics["kl_loss"] = aggregated(kl)
         if not terms.uses_full_kl:
             saturated = kl_saturated(x.log_probs, x.ref_log_probs, terms.kl_loss_type)
             if saturated is not None:
-                statistics["kl_saturated"] = Ratio.mean(saturated.float(), mask)
-    statistics["loss"] = total(loss)
+                statistics["kl_saturated"] = mean(saturated, mask)
+    statistics["loss"] = aggregated(loss)
     return loss, statistics

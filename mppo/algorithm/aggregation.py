@@ -1,4 +1,4 @@
-"""Loss aggregation modes as token weights (reference, section 10 / semantics section 2).
+"""Loss aggregation modes as token weights.
 
 Every mode is linear in the token losses, so it is a vector `w[T]`; the loss of any piece of a batch is
 `sum(w * token_loss)` and pieces add up.
@@ -23,10 +23,10 @@ class BatchCounts:
     """B: trajectories with at least one such position."""
 
 
-Weigh = Callable[[Tensor, Segments, BatchCounts, float], Tensor]
-"""`(mask [T], segments, counts, norm) -> weights [T]`; `norm` is C of seq-mean-token-sum-norm."""
+Aggregation = Callable[[Tensor, Segments, BatchCounts, float], Tensor]
+"""`(mask [T], segments, counts, norm) -> token weights [T]`; `norm` is C of seq-mean-token-sum-norm."""
 
-AGGREGATIONS: Registry[Weigh] = Registry("aggregation mode")
+AGGREGATIONS: Registry[Aggregation] = Registry("aggregation mode")
 
 
 def token_weights(mode: str, mask: Tensor, segments: Segments, counts: BatchCounts, norm: float) -> Tensor:
@@ -40,7 +40,7 @@ def token_weights(mode: str, mask: Tensor, segments: Segments, counts: BatchCoun
 
 @AGGREGATIONS.register("token-mean")
 def token_mean(mask: Tensor, segments: Segments, counts: BatchCounts, norm: float) -> Tensor:
-    """`1 / N`: every token of the mini-batch weighs the same."""
+    """`1 / N`: every token of the mini-batch counts the same."""
     return mask.double() / max(counts.loss_tokens, 1)
 
 
@@ -58,7 +58,7 @@ def seq_mean_token_sum(mask: Tensor, segments: Segments, counts: BatchCounts, no
 
 @AGGREGATIONS.register("seq-mean-token-mean")
 def seq_mean_token_mean(mask: Tensor, segments: Segments, counts: BatchCounts, norm: float) -> Tensor:
-    """`1 / (B n_i)`: every trajectory weighs the same."""
+    """`1 / (B n_i)`: every trajectory counts the same."""
     lengths = segments.lengths(mask).clamp(min=1).double()
     return mask.double() / (max(counts.trajectories, 1) * segments.expand(lengths))
 

@@ -1,4 +1,7 @@
-"""Sampled KL forms against the frozen reference, and the coefficient controllers (semantics section 4)."""
+"""Forms of the KL against the frozen reference, and the controller of its coefficient.
+
+Sampled forms: http://joschu.net/blog/kl-approx.html. Controller: 1909.08593.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +13,19 @@ from mppo.errors import ConfigError
 from mppo.registry import Registry
 
 LOG_RATIO_LIMIT = 20.0
-"""Every log-ratio that is exponentiated is clamped to plus and minus this (decisions: clamps)."""
+"""Every log-ratio that is exponentiated is clamped to plus and minus this, so that no exp overflows or dominates."""
 
-KL_FORMS: Registry[Callable[..., Tensor]] = Registry("KL form", traits=("saturated",))
-"""`d [T] -> penalty [T]`, d = log pi - log ref of the sampled token. Register with `saturated=`, a function
-from d to bool, where a clamp takes the gradient away."""
+
+@dataclass(frozen=True)
+class KLFormTraits:
+    """What a KL form declares."""
+
+    saturated: Callable[[Tensor], Tensor] | None = None
+    """`d [T] -> [T]` bool: where a clamp takes the gradient away; None for a form without clamps."""
+
+
+KL_FORMS: Registry[Callable[..., Tensor], KLFormTraits] = Registry("KL form", KLFormTraits)
+"""`d [T] -> penalty [T]`, d = log pi - log ref of the sampled token."""
 
 
 @KL_FORMS.register("kl")
@@ -88,13 +99,15 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, form: str) -> Tensor:
 
 def kl_saturated(log_probs: Tensor, ref_log_probs: Tensor, form: str) -> Tensor | None:
     """`[T]` bool: tokens whose KL gradient a clamp has zeroed; None for a form without clamps."""
-    saturated = (KL_FORMS.get(form).traits or {}).get("saturated") if not form.endswith("+") else None
+    if form.endswith("+"):
+        return None  # its gradient is that of k2
+    saturated = KL_FORMS.get(form).traits.saturated
     return None if saturated is None else saturated(log_probs - ref_log_probs)
 
 
 @dataclass
 class KLController:
-    """The coefficient beta of reward-side KL: fixed, or steered towards a target (1909.08593)."""
+    """The coefficient beta of the KL in the reward: fixed, or steered towards a target."""
 
     coefficient: float
     target: float | None = None
@@ -106,3 +119,10 @@ class KLController:
         if self.target is not None:
             error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
             self.coefficient *= 1.0 + error * trajectories / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """What changes in a run; target and horizon are the configuration's."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coefficient = state["coefficient"]

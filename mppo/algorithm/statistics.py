@@ -1,9 +1,110 @@
-"""Metrics as numerator and denominator, so that they are exact over the global batch whatever the cut."""
+"""Numbers about a batch that are exact over all of it, whatever the cut.
 
-from dataclasses import dataclass
+There is one way to get such a number. Every piece of the batch (a micro-batch, a rank's part, a mini-batch) makes a
+`Statistic`: not the number but the moments it follows from. Those of several pieces add up, `reduced` adds up over
+data-parallel ranks, and at the end `value` is the number. Everything is float64.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from mppo.algorithm.reduction import Reduction
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """Moments of some numbers, as 0-dim float64 tensors, and the number that is made of them."""
+
+    number: Callable[["Statistic"], float]
+    count: Tensor
+    total: Tensor
+    squares: Tensor | None = None
+    """Sum of squared deviations from the mean, where the number needs it: unlike a sum of squares it loses nothing
+    where the mean is far larger than the deviation."""
+    largest: Tensor | None = None
+    """Where the number needs it; -inf of nothing."""
+
+    def __add__(self, other: "Statistic") -> "Statistic":
+        """Of both pieces together (Chan, Golub and LeVeque, 1979)."""
+        both = replace(self, count=self.count + other.count, total=self.total + other.total)
+        if self.squares is not None:
+            both = replace(both, squares=self.squares_about(both.mean) + other.squares_about(both.mean))
+        if self.largest is not None:
+            both = replace(both, largest=torch.maximum(self.largest, other.largest))
+        return both
+
+    @property
+    def value(self) -> float:
+        """The number; 0 over nothing."""
+        return self.number(self)
+
+    @property
+    def is_total(self) -> bool:
+        """Whether it is a sum, such as a loss whose token weights are in it already."""
+        return self.number is _total
+
+    @property
+    def mean(self) -> Tensor:
+        """0-dim; 0 over nothing."""
+        return self.total / self.count.clamp(min=1)
+
+    @property
+    def variance(self) -> Tensor:
+        """0-dim, unbiased; 0 of fewer than two numbers."""
+        return self.squares / (self.count - 1).clamp(min=1)
+
+    def squares_about(self, centre: Tensor) -> Tensor:
+        """Sum of squared deviations from `centre`."""
+        return self.squares + self.count * (self.mean - centre).square()
+
+    def reduced(self, reduction: Reduction) -> "Statistic":
+        """Over all parts of the batch."""
+        return reduced({"": self}, reduction)[""]
+
+
+Statistics = dict[str, Statistic]
+"""By the name of the number."""
+
+
+def mean(x: Tensor, over: Tensor) -> Statistic:
+    """Mean of `x` over the mask `over` of the same shape; what the mask hides may be NaN, here and below."""
+    return Statistic(_mean, _count(over), _kept(x, over).sum())
+
+
+def normaliser(x: Tensor, over: Tensor) -> Statistic:
+    """The mean, or 1 where it is too small to divide by."""
+    return replace(mean(x, over), number=_mean_or_one)
+
+
+def total(x: Tensor) -> Statistic:
+    """Sum over all entries of all pieces."""
+    return Statistic(_total, torch.full((), x.numel(), dtype=torch.double, device=x.device), x.detach().double().sum())
+
+
+def std(x: Tensor, over: Tensor, *, unbiased: bool) -> Statistic:
+    """Root of the mean squared deviation; `unbiased` divides by n - 1, and is 0 for fewer than two."""
+    return _with_squares(_unbiased_std if unbiased else _std, x, over)
+
+
+def effective_sample_size(importance_weights: Tensor, over: Tensor) -> Statistic:
+    """`mean(w)^2 / mean(w^2)`: the fraction of the sample that the weights leave, in (0, 1]."""
+    return _with_squares(_effective_sample_size, importance_weights, over)
+
+
+def largest(x: Tensor, over: Tensor) -> Statistic:
+    return _with_largest(_largest, x, over)
+
+
+def smallest(x: Tensor, over: Tensor) -> Statistic:
+    return _with_largest(_smallest, -x, over)
+
+
+def mean_and_extremes(name: str, x: Tensor, over: Tensor) -> Statistics:
+    """`name/mean`, `name/min` and `name/max`."""
+    return {f"{name}/mean": mean(x, over), f"{name}/min": smallest(x, over), f"{name}/max": largest(x, over)}
 
 
 @dataclass(frozen=True)
@@ -15,45 +116,97 @@ class TokenStatistic:
     over: Tensor | None = None
     """`[T]` mask of the denominator; None stands for the mask of the loss itself."""
 
-    def reduce(self, mask: Tensor) -> "Ratio":
-        over = mask if self.over is None else self.over
-        return Ratio.mean(self.value.detach(), over)
+    def reduce(self, mask: Tensor) -> Statistic:
+        return mean(self.value, mask if self.over is None else self.over)
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """Numerator and denominator of one metric: two 0-dim float64 tensors that add up over pieces of a batch."""
-
-    numerator: Tensor
-    denominator: Tensor
-    is_total: bool = False
-    """A plain sum, such as a loss whose weights are in it already; the denominator plays no part."""
-
-    @classmethod
-    def mean(cls, value: Tensor, mask: Tensor) -> "Ratio":
-        """Mean of `value [T]` over `mask [T]`; what the mask hides may be NaN."""
-        kept = torch.where(mask.bool(), value.double(), torch.zeros_like(value, dtype=torch.double))
-        return cls(kept.sum(), mask.sum().double())
-
-    @classmethod
-    def total(cls, value: Tensor) -> "Ratio":
-        """Sum of `value [T]` over the pieces of the batch."""
-        return cls(value.detach().double().sum(), torch.zeros((), dtype=torch.double, device=value.device), True)
-
-    def __add__(self, other: "Ratio") -> "Ratio":
-        return Ratio(self.numerator + other.numerator, self.denominator + other.denominator, self.is_total)
-
-    @property
-    def value(self) -> float:
-        """The metric; a mean over nothing is 0."""
-        denominator = 1.0 if self.is_total else self.denominator.item()
-        return self.numerator.item() / denominator if denominator else 0.0
-
-
-def add_up(pieces: list[dict[str, Ratio]]) -> dict[str, Ratio]:
-    """Sum metrics of the same names over pieces of a batch."""
-    total: dict[str, Ratio] = {}
+def add_up(pieces: Iterable[Statistics]) -> Statistics:
+    """Of all pieces together; a name that only some of them have counts those."""
+    summed: Statistics = {}
     for piece in pieces:
-        for name, ratio in piece.items():
-            total[name] = total[name] + ratio if name in total else ratio
-    return total
+        for name, statistic in piece.items():
+            summed[name] = summed[name] + statistic if name in summed else statistic
+    return summed
+
+
+def reduced(statistics: Statistics, reduction: Reduction) -> Statistics:
+    """Over all parts of the batch, on the host. Every rank brings the same names.
+
+    Costs one sum over the ranks, another one where there are deviations, and a maximum where there are extremes.
+    """
+    if not statistics:
+        return {}
+    names = sorted(statistics)
+    sums = reduction.sum(torch.stack([torch.stack([statistics[n].count, statistics[n].total]) for n in names]))
+    means = dict(zip(names, sums[:, 1] / sums[:, 0].clamp(min=1), strict=True))
+    whole = {n: replace(statistics[n], count=c, total=t) for n, (c, t) in zip(names, sums.cpu(), strict=True)}
+    deviating = [n for n in names if statistics[n].squares is not None]
+    if deviating:
+        squares = reduction.sum(torch.stack([statistics[n].squares_about(means[n]) for n in deviating])).cpu()
+        whole |= {n: replace(whole[n], squares=s) for n, s in zip(deviating, squares, strict=True)}
+    extreme = [n for n in names if statistics[n].largest is not None]
+    if extreme:
+        found = reduction.max(torch.stack([statistics[n].largest for n in extreme])).cpu()
+        whole |= {n: replace(whole[n], largest=x) for n, x in zip(extreme, found, strict=True)}
+    return whole
+
+
+def numbers(statistics: Statistics) -> dict[str, float]:
+    """The numbers under their names."""
+    return {name: statistic.value for name, statistic in statistics.items()}
+
+
+def prefixed(prefix: str, statistics: Statistics) -> Statistics:
+    return {prefix + name: statistic for name, statistic in statistics.items()}
+
+
+def _count(over: Tensor) -> Tensor:
+    return over.sum().double()
+
+
+def _kept(x: Tensor, over: Tensor) -> Tensor:
+    return torch.where(over.bool(), x.detach().double(), 0.0)
+
+
+def _with_squares(number: Callable[[Statistic], float], x: Tensor, over: Tensor) -> Statistic:
+    statistic = Statistic(number, _count(over), _kept(x, over).sum())
+    return replace(statistic, squares=_kept(x.double() - statistic.mean, over).square().sum())
+
+
+def _with_largest(number: Callable[[Statistic], float], x: Tensor, over: Tensor) -> Statistic:
+    shown = torch.where(over.bool(), x.detach().double(), -torch.inf)
+    nothing = torch.full((1,), -torch.inf, dtype=torch.double, device=x.device)
+    return Statistic(number, _count(over), _kept(x, over).sum(), largest=torch.cat([shown.flatten(), nothing]).max())
+
+
+def _mean(s: Statistic) -> float:
+    return s.mean.item()
+
+
+def _mean_or_one(s: Statistic) -> float:
+    return s.mean.item() if s.mean.item() > 1e-8 else 1.0
+
+
+def _total(s: Statistic) -> float:
+    return s.total.item()
+
+
+def _std(s: Statistic) -> float:
+    return (s.squares / s.count.clamp(min=1)).sqrt().item()
+
+
+def _unbiased_std(s: Statistic) -> float:
+    return s.variance.sqrt().item()
+
+
+def _effective_sample_size(s: Statistic) -> float:
+    mean_square = (s.squares + s.count * s.mean.square()).item()
+    return s.total.item() ** 2 / (s.count.item() * mean_square) if mean_square else 0.0
+
+
+def _largest(s: Statistic) -> float:
+    return s.largest.item() if s.count.item() else 0.0
+
+
+def _smallest(s: Statistic) -> float:
+    return -s.largest.item() if s.count.item() else 0.0

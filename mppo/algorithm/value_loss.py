@@ -1,4 +1,4 @@
-"""The clipped value loss (reference section 8, semantics section 5; PPO2, 1707.06347)."""
+"""The clipped value loss of PPO2 (1707.06347, https://github.com/openai/baselines)."""
 
 from torch import Tensor, maximum
 

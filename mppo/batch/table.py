@@ -144,9 +144,9 @@ def in_order_of_names(summaries: list[TrajectorySummary]) -> list[TrajectorySumm
     chosen = sorted((s for s in summaries if s.trains), key=lambda s: s.uid)
     for one, next_one in pairwise(chosen):
         if one.uid == next_one.uid:
-            raise DataError(f"two trajectories have the name {one.uid}; give the parts of a session numbers of their own")
+            raise DataError(f"two trajectories have the name {one.uid}; number the parts of a session")
     if not chosen:
         raise DataError(
-            f"none of the {len(summaries)} trajectories of this step can train: they were aborted, or no reward was given"
+            f"none of the {len(summaries)} trajectories of this step can train: all were aborted or got no reward"
         )
     return chosen

@@ -1,4 +1,4 @@
-"""Trajectories: what the policy read and wrote, token by token, under a name that never changes; and judgements of them."""
+"""Trajectories: what the policy read and wrote, under a name that never changes; and what is said of them."""
 
 import math
 from dataclasses import dataclass, field
@@ -158,11 +158,11 @@ class Judgement:
         return (self.score or 0.0) + (0.0 if self.token_rewards is None else float(self.token_rewards.sum()))
 
     def validate(self, length: int) -> None:
-        """Raise DataError, naming the trajectory of `length` tokens, for a reward that does not fit or is not finite."""
+        """Raise DataError, naming the trajectory, for a reward that does not fit its `length` or is not finite."""
         rewards = torch.zeros(length) if self.token_rewards is None else self.token_rewards
         if rewards.shape != (length,):
             raise DataError(
-                f"judgement of {self.uid}: token_rewards has shape {tuple(rewards.shape)}, the trajectory {length} tokens"
+                f"judgement of {self.uid}: token_rewards has shape {tuple(rewards.shape)}, for {length} tokens"
             )
         if not (math.isfinite(self.score or 0.0) and bool(torch.isfinite(rewards).all())):
             raise DataError(f"judgement of {self.uid}: a reward is not finite")

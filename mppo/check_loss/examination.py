@@ -1,7 +1,7 @@
 """Does a policy loss keep the promises that training rests on? `examine` finds out, on a small random mini-batch.
 
-What passes here trains the same under every layout: the framework weighs, cuts and sums, and relies on the loss for no
-more than this.
+What passes here trains the same under every layout: the framework multiplies by token weights, cuts and sums, and
+relies on the loss for no more than this.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mppo.algorithm.policy_losses import PolicyLoss
 from mppo.algorithm.policy_losses.probe import Sample, draw_sample, probe, token_losses, with_prepared
+from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.segments import Segments
 from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from mppo.errors import ConfigError
@@ -44,7 +45,7 @@ def examine(loss: PolicyLoss) -> list[Finding]:
     except ConfigError as error:
         return [Finding("one finite loss per token", False, str(error))]
     sample = draw_sample(loss)
-    sample = with_prepared(loss, sample, len(sample.mask))
+    sample = with_prepared(loss, sample)
     findings = [Finding("one finite loss per token", True)]
     for check in (_mask, _micro_batches, _ranks, _slices, _differences, _extremes, _direction):
         try:
@@ -95,17 +96,17 @@ def _ranks(loss: PolicyLoss, sample: Sample) -> Finding:
     )
     results = on_simulated_ranks(
         parts,
-        lambda part, exchange: _with_places(loss, with_prepared(loss, part, len(sample.mask), exchange.reduction())),
+        lambda part, reduction: _with_positions(loss, with_prepared(loss, part, reduction)),
     )
     gradient = torch.zeros_like(sample.log_probs)
-    for _, part_gradient, places in results:
-        gradient[places] = part_gradient
+    for _, part_gradient, positions in results:
+        gradient[positions] = part_gradient
     found = sum(total for total, _, _ in results), gradient
     hint = "in prepare, sum over ranks with the reduction, and draw with x.random()"
     return _compare(_ranks, found, loss_and_gradient(loss, sample), hint)
 
 
-def _with_places(loss: PolicyLoss, part: Sample) -> tuple[Tensor, Tensor, Tensor]:
+def _with_positions(loss: PolicyLoss, part: Sample) -> tuple[Tensor, Tensor, Tensor]:
     return *loss_and_gradient(loss, part), part.batch_positions
 
 
@@ -114,8 +115,8 @@ def _slices(loss: PolicyLoss, sample: Sample) -> Finding:
     log_probs = sample.log_probs.clone().requires_grad_()
     halves = [(sample.batch_positions % 2 == side).nonzero().squeeze(-1) for side in (0, 1)]
 
-    def on_slice(positions: Tensor, exchange) -> Tensor:
-        segments = Segments(sample.segments.ids[positions], sample.segments.count, combine=exchange.sum)
+    def on_slice(positions: Tensor, reduction: Reduction) -> Tensor:
+        segments = Segments(sample.segments.ids[positions], sample.segments.count, combine=reduction.sum)
         part = sample.select(positions, segments)
         return (token_losses(loss, part, log_probs[positions]) * part.token_weights).sum()
 

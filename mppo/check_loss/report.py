@@ -66,7 +66,7 @@ def curve(loss: PolicyLoss, advantage: float, ratios: Tensor) -> tuple[Tensor, T
         prepared={},
         token_weights=torch.ones_like(ratios),
     )
-    sample = with_prepared(loss, sample, count)
+    sample = with_prepared(loss, sample)
     for i in range(count):
         losses[i], gradient = loss_and_gradient(loss, sample.trajectories([i]))
         gradients[i] = gradient

@@ -15,8 +15,8 @@ PATIENCE = 30.0
 """Seconds that a part waits for the others: those that call an exchange unequally must not wait for ever."""
 
 
-class Exchange:
-    """One rank's view of the others. Sums keep the graph, so gradients flow between the ranks."""
+class _Exchange:
+    """One rank's view of the others."""
 
     def __init__(self, rank: int, slots: list[Any], barrier: Barrier):
         self._rank, self._slots, self._barrier = rank, slots, barrier
@@ -37,18 +37,19 @@ class Exchange:
     def gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._all(x))
 
-    def reduction(self) -> Reduction:
-        return Reduction(self.sum, self.max, self.gather)
 
+def on_simulated_ranks(parts: Sequence[Part], fn: Callable[[Part, Reduction], Any]) -> list[Any]:
+    """`fn(part, reduction)` of each part at the same time; the results, in order. Raises what one of them raises.
 
-def on_simulated_ranks(parts: Sequence[Part], fn: Callable[[Part, Exchange], Any]) -> list[Any]:
-    """`fn` of each part at the same time; the results, in order. What one of them raises is raised here."""
+    The reduction is over the parts. Its sums keep the graph, so gradients flow between the ranks.
+    """
     slots: list[Any] = [None] * len(parts)
     barrier = Barrier(len(parts), timeout=PATIENCE)
 
     def run(rank: int) -> Any:
         try:
-            return fn(parts[rank], Exchange(rank, slots, barrier))
+            others = _Exchange(rank, slots, barrier)
+            return fn(parts[rank], Reduction(others.sum, others.max, others.gather))
         except BaseException:
             barrier.abort()
             raise

@@ -1,4 +1,4 @@
-"""`mppo train`, `mppo plan`, `mppo check-loss`: every bad input ends in one line that says what to change."""
+"""The commands of `mppo`: every bad input ends in one line that says what to change."""
 
 import argparse
 import os
@@ -28,6 +28,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train (under torchrun)")
     train.set_defaults(run=_train)
+    sft = commands.add_parser("sft", help="train on given answers (under torchrun)")
+    sft.set_defaults(run=_sft)
     plan = commands.add_parser("plan", help="say what a configuration does, without launching anything")
     _add_plan_options(plan)
     plan.set_defaults(run=_plan)
@@ -36,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     check_loss.add_argument("knobs", nargs="*", help="knobs of the loss: clip_ratio=0.1")
     check_loss.add_argument("--out", help="where to draw loss and gradient against the ratio (default: NAME.png)")
     check_loss.set_defaults(run=_check_loss)
-    for command in (train, plan):
+    for command in (train, sft, plan):
         command.add_argument("--config-name", default="train", help="a file in the configuration folder")
         command.add_argument("--config-dir", help="the configuration folder (default: mppo's own configs/)")
         command.add_argument("overrides", nargs="*", help="fields to set: actor.optim.lr=1e-5")
@@ -69,16 +71,30 @@ def _train(options: argparse.Namespace) -> int:
     from mppo.megatron import topology
     from mppo.planning.run_plan import make_plan, print_plan
     from mppo.trainer.assemble import assemble
+    from mppo.trainer.launcher import end_with_launcher
     from mppo.trainer.trainer import Trainer
 
-    parts = assemble(load_config(options.config_name, options.overrides, options.config_dir))
-    if parts.topology.rank == 0:
+    end_with_launcher()
+    run = assemble(load_config(options.config_name, options.overrides, options.config_dir))
+    if run.topology.rank == 0:
         console = Console()
-        print_plan(make_plan(parts.spec, int(os.environ["WORLD_SIZE"])), console)
-        for where, prompts in (("data.train", parts.train_prompts), ("data.val", parts.val_prompts)):
-            if prompts is not None:
-                skipped = f", {prompts.skipped} skipped as too long" if prompts.skipped else ""
-                console.print(f"{where}: {len(prompts)} prompts{skipped}", highlight=False)
-    Trainer(parts).train()
+        print_plan(make_plan(run.spec, int(os.environ["WORLD_SIZE"])), console)
+        prompts = run.rollouts.stream.prompts
+        skipped = f", {prompts.skipped} skipped as too long" if prompts.skipped else ""
+        held_out = f"; data.val: {len(run.rollouts.held_out)}" if run.rollouts.held_out else ""
+        console.print(f"data.train: {len(prompts)} prompts{skipped}{held_out}", highlight=False)
+    Trainer(run).train()
+    run.rollouts.collector.close()
+    topology.shutdown()
+    return 0
+
+
+def _sft(options: argparse.Namespace) -> int:
+    from mppo.megatron import topology
+    from mppo.trainer.launcher import end_with_launcher
+    from mppo.trainer.sft import SupervisedTrainer
+
+    end_with_launcher()
+    SupervisedTrainer(load_config(options.config_name, options.overrides, options.config_dir)).train()
     topology.shutdown()
     return 0

@@ -11,6 +11,7 @@ from mppo.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControl
 from mppo.config.checks import not_negative, positive
 from mppo.config.data import DataConfig, OverlongBufferConfig, PromptSource, RewardConfig, RolloutConfig
 from mppo.config.parallel import ModelSource, ParallelConfig, RecomputeConfig
+from mppo.errors import ConfigError
 
 __all__ = [
     "ActorConfig",
@@ -51,11 +52,16 @@ class TrainerConfig:
     """Write the trained model as a Hugging Face folder, out_dir/hf, after the last step."""
     resume: bool = True
     """Go on from the newest checkpoint in out_dir, if there is one."""
+    resume_changed: bool = False
+    """Go on even where a field differs from the checkpoint's that a run would train otherwise with; what differs is
+    printed."""
+    keep_checkpoints: int | None = None
+    """The newest so many stay, older ones are deleted; null: all stay."""
     samples_per_step: int = 4
     """Generations written to out_dir/samples each step."""
 
     def __post_init__(self):
-        positive("trainer", total_training_steps=self.total_training_steps)
+        positive("trainer", total_training_steps=self.total_training_steps, keep_checkpoints=self.keep_checkpoints)
         not_negative(
             "trainer",
             seed=self.seed,
@@ -64,6 +70,10 @@ class TrainerConfig:
             critic_warmup=self.critic_warmup,
             samples_per_step=self.samples_per_step,
         )
+        if self.resume_changed and not self.resume:
+            raise ConfigError("trainer.resume_changed has no effect with trainer.resume=false; unset it")
+        if self.keep_checkpoints is not None and not self.save_freq:
+            raise ConfigError("trainer.keep_checkpoints has no effect with trainer.save_freq=0; set that")
 
 
 @dataclass

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mppo.config.checks import not_negative, one_of, positive
-from mppo.config.parallel import ParallelConfig, RecomputeConfig
+from mppo.config.parallel import PIPELINE_FIELDS, ParallelConfig, RecomputeConfig
 from mppo.errors import ConfigError
 
 
@@ -117,9 +117,11 @@ class CriticParallelConfig:
     sequence_parallel: bool | None = None
     virtual_pipeline_model_parallel_size: int | None = None
     """1: one model chunk of each pipeline stage, even where the actor has more."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
 
     def __post_init__(self):
-        positive("critic.parallel", virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size)
+        positive("critic.parallel", **{name: getattr(self, name) for name in PIPELINE_FIELDS})
 
     def within(self, actor: ParallelConfig) -> ParallelConfig:
         """The critic's layout, given the actor's. Raises ConfigError for a field that this leaves without effect."""
@@ -127,11 +129,10 @@ class CriticParallelConfig:
             raise ConfigError(
                 "critic.parallel.sequence_parallel has no effect at parallel.tensor_model_parallel_size=1; unset it"
             )
-        if (self.virtual_pipeline_model_parallel_size or 1) > 1 and actor.pipeline_model_parallel_size == 1:
-            raise ConfigError(
-                "critic.parallel.virtual_pipeline_model_parallel_size needs parallel.pipeline_model_parallel_size of"
-                " at least 2"
-            )
+        for name in PIPELINE_FIELDS:
+            is_given = (getattr(self, name) or 0) > (name == "virtual_pipeline_model_parallel_size")
+            if is_given and actor.pipeline_model_parallel_size == 1:
+                raise ConfigError(f"critic.parallel.{name} needs parallel.pipeline_model_parallel_size of at least 2")
         return replace(actor, **{name: value for name, value in vars(self).items() if value is not None})
 
 

@@ -56,6 +56,11 @@ class DataConfig:
 
 @dataclass
 class RolloutConfig:
+    engine: str = "local"
+    """`local`: a copy of the model generates in each trainer process, with a KV cache."""
+    timeout_s: float = 1800.0
+    """Seconds that one call of the engine may take; an answer that is not finished by then is aborted, and does not
+    train."""
     n: int = 1
     """Answers per prompt."""
     temperature: float = 1.0
@@ -73,7 +78,10 @@ class RolloutConfig:
     """Sequences that one process generates at a time."""
 
     def __post_init__(self):
-        positive("rollout", n=self.n, temperature=self.temperature, batch_size=self.batch_size)
+        one_of("rollout.engine", self.engine, ("local",))
+        positive(
+            "rollout", timeout_s=self.timeout_s, n=self.n, temperature=self.temperature, batch_size=self.batch_size
+        )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k < 0:

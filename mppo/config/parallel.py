@@ -6,6 +6,13 @@ from typing import Any
 from mppo.config.checks import not_negative, one_of, positive
 from mppo.errors import ConfigError
 
+PIPELINE_FIELDS = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+"""How the stages of a pipeline are made up; without a pipeline they have no effect."""
+
 
 @dataclass
 class ParallelConfig:
@@ -15,6 +22,11 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks of each pipeline stage, for the interleaved schedule; null: one."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the stage that holds the embedding too. null: layers are spread evenly over the stages that are not
+    told otherwise; what does not divide goes to late ones, to the last one last."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """The same of the stage that holds the output layer and the loss too."""
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     """Ranks that the experts of a layer are dealt out to; it divides TP x CP x DP."""
@@ -41,17 +53,16 @@ class ParallelConfig:
             "parallel",
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
+            **{name: getattr(self, name) for name in PIPELINE_FIELDS},
             context_parallel_size=self.context_parallel_size,
             expert_model_parallel_size=self.expert_model_parallel_size,
             timeout_minutes=self.timeout_minutes,
         )
         if self.virtual_pipeline_model_parallel_size == 1:
             self.virtual_pipeline_model_parallel_size = None
-        if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
-            raise ConfigError(
-                "parallel.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of at least 2"
-            )
+        for name in PIPELINE_FIELDS:
+            if getattr(self, name) and self.pipeline_model_parallel_size == 1:
+                raise ConfigError(f"parallel.{name} needs pipeline_model_parallel_size of at least 2")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError("parallel.sequence_parallel has no effect at tensor_model_parallel_size=1; unset it")
 

@@ -1,9 +1,11 @@
-"""The few collectives of the control plane, each called by every rank whatever it holds."""
+"""The few collectives of mppo's own, each called by every rank whatever it holds.
 
-import pickle
+What is small is reduced and gathered on the host, over gloo, so that a rank that waits leaves its GPU alone; vectors of
+the batch travel on the device.
+"""
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +15,8 @@ import torch.distributed.nn
 from torch import Tensor
 
 from mppo.algorithm.reduction import Reduction
-from mppo.algorithm.statistics import Ratio
-from mppo.errors import MppoError
+from mppo.algorithm.statistics import Statistics, reduced
+from mppo.errors import MppoError, RankError
 from mppo.megatron import platform
 from mppo.megatron.topology import Topology
 
@@ -23,29 +25,35 @@ WIDTH = 256
 
 
 def _reduced(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
-    """All-reduce a copy of `x`, which stays where it was."""
-    result = x.to(platform.device()).clone()
+    """All-reduce a copy of `x`, on the device where it is: numbers of the control plane are on the host."""
+    result = x.clone()
     dist.all_reduce(result, op, group)
-    return result.to(x.device)
+    return result
 
 
 def data_parallel_reduction(topology: Topology) -> Reduction:
     """Of numbers about a data-parallel rank's part of the batch."""
-    group = topology.dp_group
+    return _reduction(topology.dp_group)
 
-    def gathered(x: Tensor) -> Tensor:
-        sizes = [torch.zeros(1, dtype=torch.long, device=platform.device()) for _ in range(topology.dp)]
-        dist.all_gather(sizes, torch.full_like(sizes[0], len(x)), group)
-        lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=x.dtype, device=platform.device())
-        padded[: len(x)] = x
-        pieces = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(pieces, padded, group)
-        return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)]).to(x.device)
 
+def _reduction(group: dist.ProcessGroup) -> Reduction:
     return Reduction(
-        sum=lambda x: _reduced(x, group), max=lambda x: _reduced(x, group, dist.ReduceOp.MAX), gather=gathered
+        sum=lambda x: _reduced(x, group),
+        max=lambda x: _reduced(x, group, dist.ReduceOp.MAX),
+        gather=lambda x: _gathered(x, group),
     )
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[n_r]` of each rank -> `[sum of n_r]`, in rank order."""
+    sizes = [torch.zeros(1, dtype=torch.long, device=platform.device()) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.full_like(sizes[0], len(x)), group)
+    lengths = [int(size) for size in sizes]
+    padded = torch.zeros(max(lengths), dtype=x.dtype, device=platform.device())
+    padded[: len(x)] = x
+    pieces = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(pieces, padded, group)
+    return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)]).to(x.device)
 
 
 def sum_with_gradient(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
@@ -58,7 +66,9 @@ def sum_with_gradient(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
 
 def join_slices(x: Tensor, topology: Topology) -> Tensor:
     """`[T, ...]` of which each context-parallel rank has its own positions, and 0 elsewhere -> all of it."""
-    return x if topology.cp == 1 else _reduced(x, topology.cp_group)
+    if topology.cp == 1:
+        return x
+    return _reduced(x.to(platform.device()), topology.cp_group).to(x.device)
 
 
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -104,22 +114,17 @@ def from_last_stage(x: Tensor | None, like: Tensor, topology: Topology) -> Tenso
     return value.to(like.device)
 
 
-def reduce_statistics(statistics: dict[str, Ratio], topology: Topology) -> dict[str, Ratio]:
-    """Metrics of a mini-batch, exact over the global batch: one all-reduce over DP x CP, one broadcast over PP.
+def reduce_statistics(statistics: Statistics, topology: Topology) -> Statistics:
+    """Metrics of a mini-batch, exact over the global batch: reduced over DP x CP, one broadcast over PP.
 
     Every rank of that group must bring the same names.
     """
-    reduced: list[dict[str, Ratio]] = [{}]
+    whole: list[Statistics] = [{}]
     if topology.is_last_stage:
-        names = sorted(statistics)
-        table = torch.stack([torch.stack([statistics[n].numerator, statistics[n].denominator]) for n in names])
-        table = _reduced(table, topology.dp_cp_group).cpu()
-        reduced = [
-            {n: replace(statistics[n], numerator=r[0], denominator=r[1]) for n, r in zip(names, table, strict=True)}
-        ]
+        whole = [reduced(statistics, _reduction(topology.dp_cp_group))]
     if topology.pp > 1:
-        dist.broadcast_object_list(reduced, topology.last_stage_rank, group=topology.pp_group)
-    return reduced[0]
+        dist.broadcast_object_list(whole, topology.last_stage_rank, group=topology.pp_group)
+    return whole[0]
 
 
 def gather_from_all(item: Any) -> list[Any]:
@@ -129,27 +134,33 @@ def gather_from_all(item: Any) -> list[Any]:
     return items
 
 
+def sum_over_ranks(numbers: dict[str, int]) -> dict[str, float]:
+    """Of the same names on every rank of the world."""
+    names = sorted(numbers)
+    total = torch.tensor([numbers[name] for name in names], dtype=torch.double)
+    dist.all_reduce(total)
+    return dict(zip(names, total.tolist(), strict=True))
+
+
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise on every rank the first MppoError that any of them raised inside, so that none waits for another."""
-    mine = None
+    """Raise on every rank what any of them raised inside, so that none waits for another.
+
+    All raise the first MppoError; an error of another class is raised as it is where it happened, and named elsewhere.
+    """
+    mine: Exception | None = None
     try:
         yield
-    except MppoError as error:
+    except Exception as error:
         mine = error
     failed = torch.tensor(int(mine is not None))
-    dist.all_reduce(failed, dist.ReduceOp.MAX)  # on the host: a rank that waits leaves its GPU alone
-    if failed:
-        first = next(error for error in gather_from_all(mine) if error is not None)
-        first.on_every_rank = True
-        raise first
-
-
-def to_bytes(items: list[Any]) -> Tensor:
-    """A payload of items, uint8; an empty one of none."""
-    return torch.frombuffer(bytearray(pickle.dumps(items)), dtype=torch.uint8) if items else torch.zeros(0).byte()
-
-
-def from_bytes(payload: Tensor) -> list[Any]:
-    """What `to_bytes` was given."""
-    return pickle.loads(payload.numpy().tobytes()) if len(payload) else []
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if not failed:
+        return
+    rank = dist.get_rank()
+    told = mine if mine is None or isinstance(mine, MppoError) else RankError(f"rank {rank} failed: {mine!r}")
+    first = next(error for error in gather_from_all(told) if error is not None)
+    if mine is not None and isinstance(first, RankError):
+        raise mine
+    first.on_every_rank = True
+    raise first

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -19,7 +19,9 @@ from mppo.errors import ConfigError
 from mppo.megatron import platform
 from mppo.megatron.layers import decoder_spec, groups_experts, uses_transformer_engine
 from mppo.megatron.model_config import ModelConfig
+from mppo.megatron.output_layer import ValueHead, install_head
 from mppo.megatron.profiling import RangeTimers
+from mppo.megatron.stage_layers import megatron_layout
 from mppo.megatron.topology import virtual_pipeline
 
 
@@ -56,6 +58,7 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_layout=megatron_layout(model, parallel),
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         **_expert_settings(model, parallel, dtype),
@@ -117,23 +120,6 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-class ValueHead(torch.nn.Linear):
-    """A scalar per position in place of the output layer, with its calling convention. Starts at zero."""
-
-    def __init__(self, config: TransformerConfig):
-        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=platform.device())
-        torch.nn.init.zeros_(self.weight)
-        self.sequence_parallel = config.sequence_parallel
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, hidden: Tensor, weight=None, runtime_gather_output=None) -> tuple[Tensor, None]:
-        """hidden `[T or T/tp, 1, H]` -> values `[T, 1, 1]` in float32."""
-        values = torch.nn.functional.linear(hidden.float(), self.weight.float())
-        if self.sequence_parallel:
-            values = tensor_parallel.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
-        return values, None
-
-
 def build_chunks(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -168,7 +154,9 @@ def _build_chunk(model: ModelConfig, config: TransformerConfig, vp_stage: int | 
     )
     if value_head and chunk.post_process:
         chunk.output_layer = ValueHead(config)
-    return chunk.to(platform.device())
+    chunk = chunk.to(platform.device())
+    install_head(chunk)
+    return chunk
 
 
 def wrap_for_training(chunks: list[MegatronModule], optim: OptimConfig) -> list[DistributedDataParallel]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mppo.algorithm.actor_loss import ActorTerms, actor_loss
 from mppo.algorithm.policy_losses import PolicyInputs
-from mppo.algorithm.statistics import Ratio
+from mppo.algorithm.rollout_correction import PREFIX, mismatch
+from mppo.algorithm.statistics import Statistic, mean, prefixed, total
 from mppo.algorithm.value_loss import clipped_value_loss
 from mppo.batch.packed import PackedBatch
 from mppo.megatron.head import HeadOutput, LastHidden, PolicyHead
@@ -41,11 +42,11 @@ class Offenders:
     def __init__(self):
         self._flags: list[tuple[Tensor, Tensor]] = []
 
-    def look(self, token_loss: Tensor, batch: PackedBatch) -> Ratio:
+    def look(self, token_loss: Tensor, batch: PackedBatch) -> Statistic:
         """Remember the trajectories concerned; returns how many tokens they are."""
         non_finite = batch.loss_mask & ~torch.isfinite(token_loss.detach())
         self._flags.append((batch.indices, batch.segments.lengths(non_finite) > 0))
-        return Ratio.total(non_finite.double())
+        return total(non_finite)
 
     def indices(self) -> list[int]:
         """Of those trajectories, in the batch of the step."""
@@ -72,11 +73,11 @@ class PolicyObjective:
     def name(self) -> str:
         return f"policy loss {self.terms.policy_loss.name!r}"
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The fields of the batch that it reads; those that a run does not have are left out."""
+    @staticmethod
+    def reads(terms: ActorTerms) -> tuple[str, ...]:
+        """The fields of the batch that it reads with these terms; those that a run does not have are left out."""
         policies = ("old_log_probs", "rollout_log_probs", "ref_log_probs")
-        return ("advantages", *policies, "rollout_is_weights", "prepared", *["ref_hidden"] * self.terms.uses_full_kl)
+        return ("advantages", *policies, "rollout_is_weights", "prepared", *["ref_hidden"] * terms.uses_full_kl)
 
     def __call__(self, output: LastHidden, batch: PackedBatch):
         """Megatron's triple. Raises ConfigError when the policy loss does not return one loss per token."""
@@ -104,19 +105,11 @@ class PolicyObjective:
             None if head.full_kl is None else torch.where(mask, head.full_kl, 0.0),
         )
         reported[NON_FINITE] = self.offenders.look(loss, batch)
-        statistics = {self.prefix + name: ratio for name, ratio in reported.items()}
-        if batch.get("old_log_probs") is None:
-            statistics |= self._mismatch(old_log_probs, batch)
+        statistics = prefixed(self.prefix, reported)
+        if batch.get("old_log_probs") is None:  # no pass of its own has told how far it is from the rollout's policy
+            log_ratio = old_log_probs.double() - batch["rollout_log_probs"].double()
+            statistics |= prefixed(PREFIX, mismatch(log_ratio, mask))
         return *weighted_sum(loss, batch, self.total_tokens), statistics
-
-    @staticmethod
-    def _mismatch(log_probs: Tensor, batch: PackedBatch) -> dict[str, Ratio]:
-        """How far the anchor is from the policy that generated, where it has no pass of its own."""
-        mismatch = log_probs - batch["rollout_log_probs"]
-        return {
-            "rollout/log_prob_distance": Ratio.mean(mismatch.abs(), batch.loss_mask),
-            "rollout/kl_to_trainer": Ratio.mean(-mismatch, batch.loss_mask),
-        }
 
     def _head(self, output: LastHidden, batch: PackedBatch) -> HeadOutput:
         reference, names = None, ["log_probs"]
@@ -149,10 +142,9 @@ class ValueObjective:
         """Megatron's triple for values `[A, 1]`."""
         loss, reported = clipped_value_loss(values.squeeze(-1), batch["values"], batch["returns"], self.cliprange)
         statistics = {name: s.reduce(batch.loss_mask) for name, s in reported.items()}
-        statistics["vf_loss"] = Ratio.total(torch.where(batch.loss_mask, loss.detach(), 0.0) * batch["token_weights"])
+        statistics["vf_loss"] = total(torch.where(batch.loss_mask, loss.detach(), 0.0) * batch["token_weights"])
         statistics[NON_FINITE] = self.offenders.look(loss, batch)
-        statistics = {self.prefix + name: ratio for name, ratio in statistics.items()}
-        return *weighted_sum(loss, batch, self.total_tokens), statistics
+        return *weighted_sum(loss, batch, self.total_tokens), prefixed(self.prefix, statistics)
 
 
 @dataclass(frozen=True)
@@ -173,11 +165,11 @@ class SupervisedObjective:
         mask = batch.loss_mask
         loss = -torch.where(mask, self.head(output, batch.labels, names=("log_probs",)).log_probs, 0.0)
         statistics = {
-            "sft/loss": Ratio.total(loss.detach() * batch["token_weights"]),
-            "sft/token_loss": Ratio.mean(loss.detach(), mask),
-            self.prefix + NON_FINITE: self.offenders.look(loss, batch),
+            "loss": total(loss * batch["token_weights"]),
+            "token_loss": mean(loss, mask),
+            NON_FINITE: self.offenders.look(loss, batch),
         }
-        return *weighted_sum(loss, batch, self.total_tokens), statistics
+        return *weighted_sum(loss, batch, self.total_tokens), prefixed(self.prefix, statistics)
 
 
 Objective = PolicyObjective | ValueObjective | SupervisedObjective

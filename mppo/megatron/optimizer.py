@@ -1,7 +1,6 @@
 """Megatron-core's optimizer and learning-rate schedule, stepped once per mini-batch."""
 
 import math
-from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -9,6 +8,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mppo.config import OptimConfig
 from mppo.errors import TrainingError
+from mppo.megatron.master_weights import optimizers_of, set_count
 
 
 class Optimizer:
@@ -16,17 +16,12 @@ class Optimizer:
 
     def __init__(self, chunks: list[torch.nn.Module], config: OptimConfig, dtype: torch.dtype):
         self.chunks = chunks
-        self.knobs = {
-            "max_lr": config.lr,
-            "min_lr": config.min_lr if config.lr_decay_steps else config.lr,
-            "betas": (config.adam_beta1, config.adam_beta2),
-            "eps": config.adam_eps,
-        }
+        min_lr = config.min_lr if config.lr_decay_steps else config.lr
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=config.lr,
-                min_lr=self.knobs["min_lr"],
+                min_lr=min_lr,
                 weight_decay=config.weight_decay,
                 adam_beta1=config.adam_beta1,
                 adam_beta2=config.adam_beta2,
@@ -43,7 +38,7 @@ class Optimizer:
             self.megatron,
             init_lr=0.0,
             max_lr=config.lr,
-            min_lr=self.knobs["min_lr"],
+            min_lr=min_lr,
             lr_warmup_steps=config.lr_warmup_steps,
             lr_decay_steps=config.lr_decay_steps or config.lr_warmup_steps + 1,
             lr_decay_style=config.lr_decay_style if config.lr_decay_steps else "constant",
@@ -75,17 +70,14 @@ class Optimizer:
             )
         return {"grad_norm": float(grad_norm), "lr": self.megatron.param_groups[0]["lr"]}
 
-    def load_state_dict(self, state: dict[str, Any], scheduler: dict[str, Any]) -> None:
-        """Take over moments and the number of steps; the knobs stay those of the configuration at hand."""
-        _set_in_groups(state, self.knobs)
-        self.megatron.load_state_dict(state)
-        self.scheduler.load_state_dict(scheduler)
+    @property
+    def steps(self) -> int:
+        """Updates so far. The schedule counts them, and Adam the same."""
+        return self.scheduler.num_steps
 
-
-def _set_in_groups(state: Any, knobs: dict[str, Any]) -> None:
-    """Put `knobs` into all parameter groups of an optimizer state, however deep; Megatron may match groups by them."""
-    if isinstance(state, dict):
-        for group in state.get("param_groups", []):
-            group.update({name: value for name, value in knobs.items() if name in group})
-        for value in state.values():
-            _set_in_groups(value, knobs)
+    def set_steps(self, steps: int) -> None:
+        """Go on as after so many updates, with the learning rate that the configuration has for then."""
+        self.scheduler.num_steps = 0
+        self.scheduler.step(steps)
+        for part in optimizers_of(self.megatron):
+            set_count(part.optimizer, steps)

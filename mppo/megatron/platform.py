@@ -38,7 +38,8 @@ def device() -> torch.device:
 
 
 def backend() -> str:
-    return "nccl" if has_cuda() else "gloo"
+    """Tensors on the host always travel over gloo."""
+    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 def bind_device(local_rank: int) -> None:

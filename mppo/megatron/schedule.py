@@ -1,6 +1,7 @@
 """The hook: PPO's losses as the closure of Megatron-core's own pipeline schedules.
 
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    install_head(chunk)  # once, before DDP wraps it (mppo.megatron.output_layer)
     step = ForwardStep(PolicyObjective(...))
     get_forward_backward_func()(forward_step_func=step, data_iterator=iter(micro_batches), model=chunk, ...)
 
@@ -9,19 +10,13 @@ all-reduces num_tokens over DP x CP and divides the gradients once by the total 
 weights, which are those of the global mini-batch, by N. What is counted are all tokens of the trajectories.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
@@ -30,6 +25,7 @@ from mppo.batch.packed import PackedBatch, to_device
 from mppo.megatron import platform
 from mppo.megatron.head import LastHidden
 from mppo.megatron.layers import packed_seq_params
+from mppo.megatron.output_layer import head_of, output_weight
 from mppo.megatron.topology import virtual_pipeline
 
 
@@ -49,9 +45,8 @@ class ForwardStep:
         if not unwrap_model(model).post_process:
             return _run(model, whole), _no_closure
         rows, actions = self._actions(whole, get_model_config(model))
-        with _head_sees(to_device(rows, platform.device()), model, self.closure.wants_hidden):
-            output = _run(model, whole)
-        return output, partial(self._close, actions.to(platform.device()), model)
+        head_of(model).select(to_device(rows, platform.device()), projects=not self.closure.wants_hidden)
+        return _run(model, whole), partial(self._close, actions.to(platform.device()), model)
 
     def _actions(self, whole: PackedBatch, config: TransformerConfig) -> tuple[Tensor, PackedBatch]:
         """The rows that are projected, and their batch."""
@@ -95,57 +90,6 @@ def _padding_mask(batch: PackedBatch, model: torch.nn.Module) -> Tensor | None:
     if config.sequence_parallel and not unwrap_model(model).pre_process:
         padding = padding.chunk(config.tensor_model_parallel_size, dim=1)[get_tensor_model_parallel_rank()]
     return padding
-
-
-def output_weight(model: torch.nn.Module) -> Tensor:
-    """`[V/tp, H]`: the projection of a last stage, which a tied model shares with its embedding."""
-    stage = unwrap_model(model)
-    tied = stage.share_embeddings_and_output_weights
-    return stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
-
-
-@contextmanager
-def _head_sees(rows: Tensor, model: torch.nn.Module, hidden_only: bool) -> Iterator[None]:
-    """Let the output layer of the last stage see only `rows [A]` of the hidden states, or only hand them on."""
-    layer = unwrap_model(model).output_layer
-    if hidden_only:
-        with _handing_on(rows, layer):
-            yield
-    else:
-        handle = layer.register_forward_pre_hook(partial(_selected, rows))
-        try:
-            yield
-        finally:
-            handle.remove()
-
-
-@contextmanager
-def _handing_on(rows: Tensor, layer: torch.nn.Module) -> Iterator[None]:
-    """Each tensor-parallel rank gets all rows, and adds its part to their gradient."""
-
-    def hand_on(hidden: Tensor, **_) -> tuple[Tensor, None]:
-        if layer.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden)
-        return hidden.index_select(0, rows), None
-
-    layer.forward = hand_on
-    try:
-        yield
-    finally:
-        del layer.forward
-
-
-def _selected(rows: Tensor, layer: torch.nn.Module, arguments: tuple) -> tuple:
-    """A pre-hook. Under sequence parallelism what is left is scattered again, so A must divide by the TP size."""
-    hidden, *rest = arguments
-    if layer.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    hidden = hidden.index_select(0, rows)
-    if layer.sequence_parallel:
-        hidden = scatter_to_sequence_parallel_region(hidden)
-    return hidden, *rest
 
 
 def run_schedule(

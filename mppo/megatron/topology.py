@@ -16,6 +16,7 @@ from mppo.config import ParallelConfig
 from mppo.errors import ConfigError
 from mppo.megatron import platform
 from mppo.megatron.model_config import ModelConfig
+from mppo.megatron.stage_layers import layers_of_stages
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,7 @@ def check_layout(
 
 def _check_cuts(parallel: ParallelConfig, model: ModelConfig, role: str, field: str) -> None:
     """`field` is where the role's own part of the layout is set."""
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    stages = pp * (parallel.virtual_pipeline_model_parallel_size or 1)
+    tp = parallel.tensor_model_parallel_size
     if model.num_experts is not None:
         _check_experts(parallel, model, role, field)
     for number, ranks, what in (
@@ -204,13 +204,7 @@ def _check_cuts(parallel: ParallelConfig, model: ModelConfig, role: str, field: 
                 f"parallel.tensor_model_parallel_size={tp} does not divide the {role}'s {number} {what};"
                 f" use {_nearest(tp, number)}"
             )
-    if model.num_layers % stages:
-        fits = [n for n in range(1, model.num_layers + 1) if model.num_layers % n == 0 and n <= stages]
-        raise ConfigError(
-            f"parallel.pipeline_model_parallel_size={pp} x {field}.virtual_pipeline_model_parallel_size="
-            f"{parallel.virtual_pipeline_model_parallel_size or 1} does not divide the {role}'s {model.num_layers}"
-            f" layers; the nearest number of stages that does is {fits[-1]}"
-        )
+    layers_of_stages(model, parallel, role, field)
 
 
 def _feed_forward(parallel: ParallelConfig, model: ModelConfig) -> tuple[int, int, str]:

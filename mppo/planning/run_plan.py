@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mppo.algorithm.rollout_correction.config import Bounds
-from mppo.algorithm.rollout_correction.plugins import Rejection
+from mppo.algorithm.rollout_correction.plugins import REJECTIONS, RejectionTraits
 from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import FilterGroupsConfig, ParallelConfig, RewardConfig
 from mppo.megatron.topology import Sizes
@@ -130,7 +130,9 @@ def _correction_lines(spec: RunSpec) -> dict[str, str]:
         cut = f"at most {bounds.upper:g}" if bounds.lower is None else f"0 outside {bounds.lower:g} to {bounds.upper:g}"
         normalised = ", divided by their mean" if correction.rollout_is_batch_normalize else ""
         weights = f"{correction.rollout_is} ({against}), {cut}{normalised}; on {' + '.join(correction.apply_to)}"
-    rejection = [f"{name}: {_kept(option, bounds)}" for name, option, bounds in correction.rs_bounds]
+    rejection = [
+        f"{name}: {_kept(REJECTIONS.get(name).traits, bounds)}" for name, bounds in correction.rs_bounds.items()
+    ]
     rejection += ["answers cut at data.max_response_length"] * masks
     return {
         "anchor": _anchor_line(spec),
@@ -150,8 +152,8 @@ def _anchor_line(spec: RunSpec) -> str:
             return "old_log_probs, one pass a step"
 
 
-def _kept(option: Rejection, bounds: Bounds) -> str:
-    if option.is_log_ratio:
+def _kept(option: RejectionTraits, bounds: Bounds) -> str:
+    if option.log_ratio:
         return f"ratio within {exp(-bounds.upper):.4g} to {exp(-bounds.lower):.4g}"
     return f"at most {bounds.upper:g}"
 

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from mppo.batch.trajectory import Judgement, Trajectory
+from mppo.batch.trajectory import Answer, Judgement, Trajectory
 from mppo.config import RewardConfig
 from mppo.errors import RewardError
 from mppo.rollout.prompts import Prompt
@@ -132,3 +133,15 @@ class RewardWorkers:
             f"reward {self.function.name!r} of {trajectory.uid}, prompt {sample.prompt[-200:]!r},"
             f" answer {sample.response[:200]!r}"
         )
+
+
+def check_parts(answers: Iterable[Answer], keys: tuple[str, ...]) -> None:
+    """Raise RewardError for an answer without one of the named parts of the reward that the estimator reads."""
+    for answer in answers:
+        parts = answer.judgement.parts
+        for key in keys:
+            if key not in parts:
+                raise RewardError(
+                    f"{answer.trajectory.uid}: the reward function reported no part {key!r}, which"
+                    f" algorithm.adv_options names; it reported {', '.join(sorted(parts)) or 'none'}"
+                )

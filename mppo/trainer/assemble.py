@@ -1,94 +1,85 @@
-"""From a configuration to the parts of a run: process groups, models, optimizers, engine, data, reporter."""
+"""From a configuration to a run: process groups, models, optimizers, engine, data, records."""
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 
-from mppo.config import Config
+from mppo.algorithm.group_selection import has_signal
+from mppo.config import Config, PromptSource
 from mppo.megatron import platform, topology
+from mppo.megatron.collectives import fail_together, gather_from_all
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks
 from mppo.megatron.topology import Topology
+from mppo.rollout.agents.single_turn import single_turn
+from mppo.rollout.buffer import Buffer
+from mppo.rollout.collector import Asking, Collector
 from mppo.rollout.engines.contract import RolloutEngine, SamplingParams
 from mppo.rollout.engines.local import LocalEngine
-from mppo.rollout.prompts import PromptSet, load_prompts
-from mppo.trainer.checkpoints import Checkpoints
+from mppo.rollout.prompt_group import Group
+from mppo.rollout.prompts import PromptSet, PromptStream, load_prompts
+from mppo.rollout.reward_workers import RewardWorkers
+from mppo.trainer.manifest import RunDescription
 from mppo.trainer.model_checks import check_models
 from mppo.trainer.reporter import Reporter, SilentReporter
 from mppo.trainer.roles import ReferenceRole, TrainableRole
+from mppo.trainer.run import Records, Roles, Rollouts, Run
+from mppo.trainer.run_lock import RunLock
 from mppo.trainer.run_spec import RunSpec, make_run_spec
+from mppo.weights.live_weights import LiveWeights
+from mppo.weights.load import load
 from mppo.weights.pretrained import PretrainedModel, open_critic, open_model
-from mppo.weights.transfer import Exporter, load
 
 
-@dataclass(frozen=True)
-class Parts:
-    """All that a Trainer works with."""
-
-    config: Config
-    spec: RunSpec
-    topology: Topology
-    model: PretrainedModel
-    head: PolicyHead
-    actor: TrainableRole
-    critic: TrainableRole | None
-    reference: ReferenceRole | None
-    exporter: Exporter
-    engine: RolloutEngine
-    sampling: SamplingParams
-    greedy: SamplingParams
-    train_prompts: PromptSet
-    val_prompts: PromptSet | None
-    reporter: SilentReporter
-    checkpoints: Checkpoints
-
-
-def assemble(config: Config) -> Parts:
+def assemble(config: Config) -> Run:
     """Check everything that can be checked without other processes, then join them and build."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     spec = make_run_spec(config, topology.data_parallel_size(config.parallel, world_size))
     model = open_model(config.model, config.trainer.seed)
     critic_model = None if spec.critic is None else open_critic(config.critic, model)
     check_models(spec, model.config, None if critic_model is None else critic_model.config)
-    train_prompts, val_prompts = _prompts(config, model)
+    train, held_out = read_prompts(config, model)
 
     place = topology.initialize(config.parallel, config.trainer.seed)
-    actor_chunks = _loaded_chunks(config, model, place)
-    actor = TrainableRole(actor_chunks, place, config.actor.optim, model.dtype, config.actor.placement)
-    critic = None if critic_model is None else _critic(spec, critic_model, place)
-    reference = None
-    if config.need_reference:
-        reference = ReferenceRole(_loaded_chunks(config, model, place), place, config.ref.placement)
-    is_first = place.rank == 0
-    out_dir, steps = config.trainer.out_dir, config.trainer.total_training_steps
-    return Parts(
-        config=config,
+    kept_records = records(config, {"actor": model, "critic": critic_model}, place)
+    roles = _roles(spec, model, critic_model, place)
+    return Run(
         spec=spec,
         topology=place,
         model=model,
-        head=PolicyHead(model.config.vocab_size, config.rollout.temperature, place.tp_group),
-        actor=actor,
-        critic=critic,
-        reference=reference,
-        exporter=Exporter(actor.chunks, model.architecture, model.config, place),
-        engine=_engine(config, model),
-        sampling=_sampling(config, config.rollout.temperature),
-        greedy=_sampling(config, 0.0),
-        train_prompts=train_prompts,
-        val_prompts=val_prompts,
-        reporter=Reporter(out_dir, steps) if is_first else SilentReporter(),
-        checkpoints=Checkpoints(out_dir, config.trainer.resume),
+        roles=roles,
+        rollouts=_rollouts(spec, model, roles.actor, train, held_out, place),
+        records=kept_records,
     )
 
 
-def _prompts(config: Config, model: PretrainedModel) -> tuple[PromptSet, PromptSet | None]:
-    def read(source: Any, where: str) -> PromptSet:
+def read_prompts(config: Config, model: PretrainedModel) -> tuple[PromptSet, PromptSet | None]:
+    """Those to train on, and where they are given those that are held out."""
+
+    def read(source: PromptSource, where: str) -> PromptSet:
         return load_prompts(source, where, config.data, model.tokenizer, model.config.vocab_size)
 
     val = config.data.val
     return read(config.data.train, "data.train"), read(val, "data.val") if val.given else None
+
+
+def _roles(spec: RunSpec, model: PretrainedModel, critic: PretrainedModel | None, place: Topology) -> Roles:
+    config = spec.config
+    actor, reference = build_actor(spec, model, place), None
+    critic_role = None if critic is None else _critic(spec, critic, place)
+    if config.need_reference:
+        reference = ReferenceRole(_loaded_chunks(config, model, place), place, config.ref.placement)
+    head = PolicyHead(model.config.vocab_size, config.rollout.temperature, place.tp_group)
+    return Roles(actor, critic_role, reference, head)
+
+
+def build_actor(spec: RunSpec, model: PretrainedModel, place: Topology) -> TrainableRole:
+    """The actor with its initial weights."""
+    config = spec.config.actor
+    chunks = _loaded_chunks(spec.config, model, place)
+    return TrainableRole(chunks, place, config.optim, model.dtype, config.placement)
 
 
 def _loaded_chunks(config: Config, model: PretrainedModel, place: Topology) -> list[torch.nn.Module]:
@@ -108,14 +99,55 @@ def _critic(spec: RunSpec, model: PretrainedModel, place: Topology) -> Trainable
     return TrainableRole(chunks, place, config.optim, model.dtype, config.placement)
 
 
-def _engine(config: Config, model: PretrainedModel) -> RolloutEngine:
-    dtype = getattr(torch, config.rollout.dtype or config.model.dtype)
-    return LocalEngine(model.hf_config, model.tokenizer, dtype, platform.device(), config.rollout.batch_size)
+def _rollouts(
+    spec: RunSpec,
+    model: PretrainedModel,
+    actor: TrainableRole,
+    train: PromptSet,
+    held_out: PromptSet | None,
+    place: Topology,
+) -> Rollouts:
+    config, filtering = spec.config, spec.config.algorithm.filter_groups
+    stream = PromptStream(train, config.trainer.seed if config.data.shuffle else None)
+    collector = Collector(
+        ENGINES[config.rollout.engine](config, model),
+        single_turn,
+        RewardWorkers(spec.reward, config.reward, model.tokenizer),
+        _asking(spec),
+        vocab_size=model.config.vocab_size,
+        rank=place.rank,
+        ranks=torch.distributed.get_world_size(),
+    )
+    return Rollouts(
+        collector=collector,
+        stream=stream,
+        buffer=Buffer(gather_from_all, stream, partial(_differs, filtering.metric) if filtering.enable else None),
+        held_out={} if held_out is None else {number: held_out[number] for number in range(len(held_out))},
+        weights=LiveWeights.of_chunks(actor.chunks, model.architecture, model.config, place),
+    )
+
+
+def _differs(metric: str, group: Group) -> bool:
+    """Whether the answers of a group are not all worth the same."""
+    judgements = [answer.judgement for answer in group.samples]
+    return has_signal([j.total_reward if metric == "reward" else j.accuracy for j in judgements])
+
+
+def _asking(spec: RunSpec) -> Asking:
+    config = spec.config
+    return Asking(
+        samples=config.rollout.n,
+        sampling=_sampling(config, config.rollout.temperature),
+        greedy=_sampling(config, 0.0),
+        run_seed=config.trainer.seed,
+        timeout_s=config.rollout.timeout_s,
+        with_baseline=spec.estimator.traits.greedy_baseline,
+        prompts_per_draw=config.data.train_batch_size,
+    )
 
 
 def _sampling(config: Config, temperature: float) -> SamplingParams:
-    rollout = config.rollout
-    greedy = temperature == 0
+    rollout, greedy = config.rollout, temperature == 0
     return SamplingParams(
         max_new_tokens=config.data.max_response_length,
         temperature=temperature,
@@ -125,3 +157,25 @@ def _sampling(config: Config, temperature: float) -> SamplingParams:
         stop_token_ids=tuple(rollout.stop_token_ids),
         ignore_eos=rollout.ignore_eos,
     )
+
+
+def _local_engine(config: Config, model: PretrainedModel) -> RolloutEngine:
+    dtype = getattr(torch, config.rollout.dtype or config.model.dtype)
+    return LocalEngine(model.hf_config, model.tokenizer, dtype, platform.device(), config.rollout.batch_size)
+
+
+ENGINES = {"local": _local_engine}
+"""By `rollout.engine`."""
+
+
+def records(config: Config, models: Mapping[str, PretrainedModel | None], place: Topology) -> Records:
+    """What this rank writes down; the first rank reports, and holds the run's folder.
+
+    Raises ConfigError, on every rank, when another run has the folder.
+    """
+    out_dir, steps = config.trainer.out_dir, config.trainer.total_training_steps
+    with fail_together():
+        lock = RunLock(out_dir) if place.rank == 0 else None
+    reporter = Reporter(out_dir, steps) if place.rank == 0 else SilentReporter()
+    given = {role: model for role, model in models.items() if model is not None}
+    return Records(reporter, RunDescription.of(config, given, torch.distributed.get_world_size()), lock)

@@ -41,6 +41,10 @@ class StepBatch:
     def with_fields(self, values: dict[str, Tensor | None] | None = None, /, **named: Tensor | None) -> "StepBatch":
         return replace(self, packed=self.packed.with_fields(values, **named))
 
+    def only(self, fields: Collection[str]) -> "StepBatch":
+        """Without what neither `fields` nor the masks name."""
+        return replace(self, packed=self.packed.only({*fields, "kept"}))
+
     def keeping(self, kept: Tensor, reduction: Reduction) -> "StepBatch":
         """Only the actions `kept [T]` train. Collective over data-parallel ranks."""
         counts = torch.zeros(len(self.table), dtype=torch.long)

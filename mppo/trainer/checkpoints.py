@@ -1,97 +1,209 @@
-"""Saving and resuming a run: `out_dir/checkpoints/step_*`, the newest named in `latest`."""
+"""Saving and resuming a run: a folder `step_*` for each checkpoint, the last good one named in `latest`."""
 
-import os
+import io
+import json
 import shutil
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 
-from mppo.errors import ConfigError
+from mppo.errors import CheckpointError, ConfigError
 from mppo.megatron.collectives import fail_together
-from mppo.megatron.role_checkpoint import load_role, random_state, save_role, set_random_state
-from mppo.trainer.shaping import RunningMoments
+from mppo.trainer.config_changes import Change, config_changes
+from mppo.trainer.manifest import MANIFEST, Manifest, RunDescription, is_complete, write_durably, written_at
+from mppo.trainer.stateful import PerRankStateful, ShardedStateful, State
 
-if TYPE_CHECKING:
-    from mppo.trainer.trainer import Trainer
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    source: Path
+    manifest: Manifest
+    changes: list[Change]
+    """Of the configuration."""
+    started_anew: list[str]
+    """States that the checkpoint does not have."""
+    left_out: list[str]
+    """States that only the checkpoint has."""
+
+    def lines(self) -> list[str]:
+        """For the user."""
+        manifest = self.manifest
+        headline = f"resuming from {self.source}: {manifest.step} steps, weight version {manifest.weight_version}"
+        changes = [
+            f"  {change}" + ("" if change.is_free else "  (trains otherwise; trainer.resume_changed=true)")
+            for change in self.changes
+        ]
+        anew = [f"  {name} is not in the checkpoint and starts anew" for name in self.started_anew]
+        left = [f"  {name} of the checkpoint is not used" for name in self.left_out]
+        return [headline, *changes, *anew, *left]
 
 
 class Checkpoints:
-    """Weights, optimizers, step, coefficient of the reward-side KL, moments of the reward and random states.
+    """Saves and loads the states of a run, each in the way that it says itself, and knows nothing else of them.
 
-    The order of prompts follows from how many batches were drawn, the random numbers of the rollout from the step.
+    A save writes into a folder of its own, then the manifest, which makes the folder a checkpoint, then `latest`. So
+    whenever it ends early, `latest` names the checkpoint before it; what is incomplete goes with the next save.
     """
 
-    def __init__(self, out_dir: str, resume: bool):
-        self.folder, self.resume = Path(out_dir) / "checkpoints", resume
+    def __init__(self, folder: Path, states: dict[str, State], run: RunDescription, keep: int | None = None):
+        """`keep` is how many checkpoints stay; None: all."""
+        self.folder, self.states, self.run, self.keep = folder, states, run, keep
 
-    def save(self, trainer: "Trainer", step: int) -> None:
-        """Collective. A checkpoint counts only once `latest` names it, after all of it is written."""
-        target = self.folder / f"step_{step:06d}"
-        parts = self._parts(trainer)
-        if dist.get_rank() == 0:
-            shutil.rmtree(target, ignore_errors=True)
-            for name in (*parts, "run"):
-                (target / name).mkdir(parents=True)
+    def save(self, step: int, weight_version: int) -> None:
+        """Collective. Raises CheckpointError, on every rank, where the folder cannot be written."""
+        target = self._new_folder(step)
+        for name, state in self.states.items():
+            self._save(state, target / name)
         dist.barrier()
-        for name, role in parts.items():
-            with role.training():
-                save_role(role.chunks, role.optimizer, target / name)
-        run = {
-            "step": step,
-            "kl_coefficient": trainer.kl_controller.coefficient,
-            "batches_drawn": trainer.batches_drawn,
-            "reward_moments": asdict(trainer.moments),
-            "layout": self._layout(trainer),
-            **random_state(trainer.topology),
-        }
-        dist_checkpointing.save(run, str(target / "run"))
-        if dist.get_rank() == 0:
-            (self.folder / "latest.new").write_text(target.name)
-            os.replace(self.folder / "latest.new", self.folder / "latest")
-        dist.barrier()
+        with fail_together(), disk_errors(target):
+            if dist.get_rank() == 0:
+                Manifest(step, weight_version, list(self.states), self.run).write(target)
+                write_durably(self.folder / "latest", target.name.encode())
+                self._delete_old(target, step)
 
-    def restore(self, trainer: "Trainer") -> int:
-        """Load the newest checkpoint, if there is one and resuming is on; returns the step to go on with."""
+    def resume(self, *, allow_changes: bool = False) -> Resumed | None:
+        """Load the checkpoint that `latest` names; None where there is none. Collective.
+
+        Raises, on every rank and before anything is loaded, CheckpointError for a checkpoint that is not complete,
+        ModelError for one of another model, and, without `allow_changes`, ConfigError for one of another
+        configuration.
+        """
         source = self._newest()
         if source is None:
-            return 0
-        for name, role in self._parts(trainer).items():
-            with role.training():
-                load_role(role.chunks, role.optimizer, source / name)
-        run = dist_checkpointing.load_common_state_dict(str(source / "run"))
-        trainer.kl_controller.coefficient = run["kl_coefficient"]
-        trainer.batches_drawn = run.get("batches_drawn", run["step"])
-        trainer.moments = RunningMoments(**run.get("reward_moments", {}))
-        if run["layout"] == self._layout(trainer):  # another layout has other ranks, and starts its generators anew
-            states = dist_checkpointing.load({**random_state(trainer.topology)}, str(source / "run"))
-            set_random_state(states["rng"])
-        return int(run["step"])
+            return None
+        with fail_together():
+            manifest = Manifest.read(source)
+            for role in manifest.run.models.keys() & self.run.models.keys():
+                manifest.run.models[role].check(self.run.models[role], role, source)
+            changes = config_changes(manifest.run.config, self.run.config)
+            if not allow_changes:
+                _refuse(changes, source)
+        for name, state in self.states.items():
+            if name in manifest.states:
+                self._load(state, source / name)
+        return Resumed(
+            source,
+            manifest,
+            changes,
+            started_anew=[name for name in self.states if name not in manifest.states],
+            left_out=[name for name in manifest.states if name not in self.states],
+        )
+
+    def _new_folder(self, step: int) -> Path:
+        """Another than all that are complete, so that the last good one is not touched, of the same step neither."""
+        name = [f"step_{step:06d}"]
+        with fail_together(), disk_errors(self.folder):
+            if dist.get_rank() == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for folder in self.folder.glob("step_*"):
+                    if not is_complete(folder):
+                        shutil.rmtree(folder)
+                taken = {folder.name for folder in self.folder.glob("step_*")}
+                count = 1
+                while name[0] in taken:
+                    count += 1
+                    name[0] = f"step_{step:06d}_{count}"
+                for state in self.states:
+                    (self.folder / name[0] / state).mkdir(parents=True)
+        dist.broadcast_object_list(name, src=0)
+        return self.folder / name[0]
+
+    def _delete_old(self, newest: Path, step: int) -> None:
+        """Checkpoints of the same step, which this one replaces, and all but the newest `keep`."""
+        complete = [folder for folder in self.folder.glob("step_*") if is_complete(folder) and folder != newest]
+        replaced = [folder for folder in complete if folder.name.startswith(f"step_{step:06d}")]
+        others = sorted((f for f in complete if f not in replaced), key=written_at)
+        old = [] if self.keep is None else others[: max(len(others) + 1 - self.keep, 0)]
+        for folder in (*replaced, *old):
+            (folder / MANIFEST).unlink()  # first, so that no half of it counts
+            shutil.rmtree(folder)
+
+    def _save(self, state: State, folder: Path) -> None:
+        if isinstance(state, ShardedStateful):
+            state.save(folder)
+            return
+        with fail_together(), disk_errors(folder):
+            if isinstance(state, PerRankStateful):
+                payload = io.BytesIO()
+                torch.save(state.state_dict(), payload)
+                write_durably(_rank_file(folder, dist.get_rank()), payload.getvalue())
+            elif dist.get_rank() == 0:
+                write_durably(folder / "state.json", json.dumps(state.state_dict(), indent=1).encode())
+
+    def _load(self, state: State, folder: Path) -> None:
+        if isinstance(state, ShardedStateful):
+            state.load(folder)
+            return
+        with fail_together(), disk_errors(folder):
+            if isinstance(state, PerRankStateful):
+                state.load_state_dicts(SavedStates(folder))
+            else:
+                state.load_state_dict(json.loads((folder / "state.json").read_text()))
 
     def _newest(self) -> Path | None:
-        """What rank 0 finds, so that all ranks decide alike. Raises ConfigError when it is not there on this rank."""
+        """What rank 0 finds, so that all ranks decide alike. Raises CheckpointError when this rank cannot see it."""
         latest = self.folder / "latest"
-        found = [latest.read_text().strip() if self.resume and latest.is_file() else None]
+        found = [latest.read_text().strip() if dist.get_rank() == 0 and latest.is_file() else None]
         dist.broadcast_object_list(found, src=0)
         if found[0] is None:
             return None
         source = self.folder / found[0]
         with fail_together():
-            if not (source / "run").is_dir():
-                raise ConfigError(
+            if not source.is_dir():
+                raise CheckpointError(
                     f"{latest} names {found[0]}, but {source} is not there; is trainer.out_dir on a file system that"
                     " all machines share? To start anew set trainer.resume=false"
                 )
         return source
 
-    @staticmethod
-    def _parts(trainer: "Trainer") -> dict:
-        roles = {"actor": trainer.parts.actor, "critic": trainer.parts.critic}
-        return {name: role for name, role in roles.items() if role is not None}
 
-    @staticmethod
-    def _layout(trainer: "Trainer") -> dict:
-        return {**asdict(trainer.config.parallel), "world": torch.distributed.get_world_size()}
+class SavedStates(Sequence[dict[str, Any]]):
+    """What each rank of a run saved of a state, read from disk when it is looked at."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.ranks = folder, len(list(folder.glob("rank_*.pt")))
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __getitem__(self, rank: int | slice) -> Any:
+        if isinstance(rank, slice):
+            return [self[number] for number in range(*rank.indices(self.ranks))]
+        if not -self.ranks <= rank < self.ranks:
+            raise IndexError(f"{self.folder} has the states of {self.ranks} ranks, not of rank {rank}")
+        return torch.load(_rank_file(self.folder, rank % self.ranks), map_location="cpu", weights_only=True)
+
+
+def _rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.pt"
+
+
+def _refuse(changes: list[Change], source: Path) -> None:
+    changed = [str(change) for change in changes if not change.is_free]
+    if changed:
+        raise ConfigError(
+            f"{source} was saved with another configuration (saved -> now):\n  "
+            + "\n  ".join(changed)
+            + "\nto go on with what is given now set trainer.resume_changed=true; to start anew give another"
+            " trainer.out_dir, or trainer.resume=false"
+        )
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Errors of the file system inside become a CheckpointError that names the path."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: {error}; is there space, and may it be written? The last complete checkpoint is as it was"
+        ) from error

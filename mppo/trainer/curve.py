@@ -10,6 +10,7 @@ from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
 
 PANELS = (
     ("reward", ("reward/mean", "val/accuracy")),
+    ("cross entropy", ("sft/token_loss",)),
     ("policy", ("actor/ppo_kl", "actor/pg_clipfrac")),
     ("critic", ("critic/explained_variance",)),
     ("entropy", ("actor/entropy",)),
@@ -19,9 +20,9 @@ PANELS = (
 def draw_curve(metrics: Path, picture: Path) -> Path:
     """One panel for each group of metrics that the run has (none but zeros: no panel); returns the path of the PNG."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    if not rows:
-        return picture
     panels = [(title, names) for title, names in PANELS if any(row.get(n) for row in rows for n in names)]
+    if not panels:
+        return picture
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.2), squeeze=False)
     for axis, (title, names) in zip(axes[0], panels, strict=True):
         for name in names:

@@ -75,7 +75,7 @@ def _refuse_idle_rewards(spec: "RunSpec") -> None:
     config, name = spec.config, spec.estimator.name
     changes = [("algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward), ("reward", config.reward.shapes)]
     for path, is_on in changes:
-        if is_on and not spec.estimator.reads_rewards:
+        if is_on and not spec.estimator.traits.reads_rewards:
             raise ConfigError(
                 f"{path} would have no effect: {name} reads the parts of the reward, not the whole; unset it"
             )
@@ -103,11 +103,11 @@ def _refuse_with_bypass(spec: "RunSpec") -> None:
     """What needs the old policy, of which bypass mode makes no pass; and greedy answers, whose reward is not shaped."""
     algorithm = spec.config.algorithm
     skipped = "needs the old-log-prob pass, which algorithm.rollout_correction.bypass_mode skips"
-    if spec.correction.bypass_mode and spec.estimator.sum_pi_squared:
+    if spec.correction.bypass_mode and spec.estimator.traits.sum_pi_squared:
         raise ConfigError(f"algorithm.adv_estimator={algorithm.adv_estimator} {skipped}")
     if spec.correction.bypass_mode and algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL:
         raise ConfigError(f"algorithm.kl_penalty=full {skipped}; use a sampled form")
-    if spec.estimator.greedy_baseline and spec.config.reward.shapes:
+    if spec.estimator.traits.greedy_baseline and spec.config.reward.shapes:
         raise ConfigError(
             f"reward: {spec.estimator.name} compares with the greedy answer's own reward, which is not shaped;"
             " unset overlong_buffer, running_normalization and clip"
@@ -147,7 +147,7 @@ def find_warnings(config: Config, estimator: Estimator, actor: "UpdateSettings")
             f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size} is more than data.train_batch_size="
             f"{config.data.train_batch_size}: one optimizer step takes the whole batch"
         )
-    if estimator.groups and config.rollout.n == 1:
+    if estimator.traits.groups and config.rollout.n == 1:
         found.append(f"{estimator.name} with rollout.n=1 has groups of one, whose advantage is their raw score")
     if config.reward.overlong_buffer.len > config.data.max_response_length:
         found.append(

@@ -1,16 +1,11 @@
 """Metrics of a training step, each exact over the global batch."""
 
-from functools import reduce
-from operator import add
-
 import torch
+from torch import Tensor
 
-from mppo.algorithm.reduction import Reduction
-from mppo.algorithm.rollout_correction import PREFIX
-from mppo.algorithm.statistics import Ratio, add_up
-from mppo.algorithm.summary import Reduced
+from mppo.algorithm.statistics import Statistics, add_up, mean, mean_and_extremes, numbers, std
 from mppo.batch.packed import PackedBatch
-from mppo.trainer.batches import TrajectoryTable
+from mppo.batch.table import TrajectoryTable
 
 
 class MeanOverUpdates:
@@ -18,78 +13,70 @@ class MeanOverUpdates:
 
     def __init__(self, prefix: str):
         self.prefix = prefix
-        self._statistics: list[dict[str, Ratio]] = []
+        self._statistics: list[Statistics] = []
         self._steps: list[dict[str, float]] = []
-        self._prepared: list[Reduced] = []
 
-    def add(self, statistics: dict[str, Ratio], stepped: dict[str, float], prepared: Reduced | None = None) -> None:
-        """`prepared`: what was known of the mini-batch before its training pass."""
-        self._statistics.append(statistics)
+    def add(self, statistics: Statistics, stepped: dict[str, float], corrected: Statistics | None = None) -> None:
+        """`corrected`: what was known of the mini-batch before its training pass."""
+        self._statistics.append(statistics | (corrected or {}))
         self._steps.append(stepped)
-        if prepared is not None:
-            self._prepared.append(prepared)
 
     def metrics(self) -> dict[str, float]:
         count = len(self._steps)
         summed = add_up(self._statistics)
-        means = {name: ratio.value / (count if ratio.is_total else 1) for name, ratio in summed.items()}
+        means = {name: s.value / (count if s.is_total else 1) for name, s in summed.items()}
         means[self.prefix + "grad_norm"] = sum(step["grad_norm"] for step in self._steps) / count
         means[self.prefix + "lr"] = self._steps[-1]["lr"]
         means[self.prefix + "optimizer_steps"] = float(count)
-        if self._prepared:
-            means |= reduce(add, self._prepared).numbers(PREFIX)
         if (deviation := self._statistics[0].get(self.prefix + "ratio_deviation")) is not None:
             means[self.prefix + "first_ratio_deviation"] = deviation.value
         return means
 
 
-def trajectory_metrics(table: TrajectoryTable) -> dict[str, float]:
-    """Rewards, lengths and groups, from what every rank knows of all trajectories."""
+def trajectory_metrics(table: TrajectoryTable, weight_version: int) -> dict[str, float]:
+    """Rewards, lengths, groups and staleness, from what every rank knows of all trajectories.
+
+    Staleness is how many updates of the actor a trajectory's weights are behind `weight_version`, the number of those
+    that were made: its mean over actions, and the largest.
+    """
+    summaries, count = table.summaries, len(table)
+    rewards = [summary.reward for summary in summaries]
     by_group: dict[int, set[float]] = {}
-    for group, reward in zip(table.groups, table.rewards, strict=True):
-        by_group.setdefault(group, set()).add(reward)
-    metrics = {}
-    if len(by_group) < len(table):  # with one answer per prompt a group has no signal of its own
-        silent = sum(len(rewards) == 1 for rewards in by_group.values())
-        metrics["reward/groups_without_signal"] = silent / len(by_group)
-    for name in sorted({name for parts in table.parts for name in parts}):
-        given = [parts[name] for parts in table.parts if name in parts]
-        metrics[f"reward/part/{name}"] = sum(given) / len(given)
-    return metrics | {
-        **spread("reward", table.rewards),
-        "reward/accuracy": sum(table.accuracies) / len(table),
-        **spread("response_length", [float(n) for n in table.actions]),
+    for group, summary in zip(table.groups, summaries, strict=True):
+        by_group.setdefault(group, set()).add(summary.reward)
+    statistics = _spread("reward", rewards) | _spread("response_length", table.actions)
+    statistics["reward/accuracy"] = mean(*_all([summary.accuracy for summary in summaries]))
+    if len(by_group) < count:  # with one answer per prompt a group has no signal of its own
+        statistics["reward/groups_without_signal"] = mean(*_all([len(seen) == 1 for seen in by_group.values()]))
+    for name in sorted({name for summary in summaries for name in summary.parts}):
+        given = [summary.parts[name] for summary in summaries if name in summary.parts]
+        statistics[f"reward/part/{name}"] = mean(*_all(given))
+    statistics["rollout/truncated_share"] = mean(*_all(table.truncated))
+    behind = sum(s.actions * (weight_version - s.mean_version) for s in summaries)
+    return numbers(statistics) | {
+        "reward/abstained": float(table.left_out.abstained),
+        "rollout/aborted": float(table.left_out.aborted),
+        "rollout/staleness/mean": behind / max(sum(table.actions), 1),
+        "rollout/staleness/max": float(weight_version - min(s.oldest_version for s in summaries)),
         "batch/tokens": float(sum(table.lengths)),
-        "batch/trajectories": float(len(table)),
+        "batch/trajectories": float(count),
     }
 
 
-def spread(name: str, values: list[float]) -> dict[str, float]:
-    """Mean and extremes."""
-    return {f"{name}/mean": sum(values) / len(values), f"{name}/min": min(values), f"{name}/max": max(values)}
+def _spread(name: str, values: list) -> Statistics:
+    return mean_and_extremes(name, *_all(values))
 
 
-def batch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]:
+def _all(values: list) -> tuple[Tensor, Tensor]:
+    """As a vector, and a mask that hides nothing."""
+    return torch.tensor(values, dtype=torch.double), torch.ones(len(values), dtype=torch.bool)
+
+
+def batch_statistics(packed: PackedBatch) -> Statistics:
     """Advantages over what trains, and how much of the actions that is, before any rejection in bypass mode."""
-    mask = packed.loss_mask
-    advantages = packed.advantages[mask].double()
-    sums = [mask.sum().double(), packed.mask.sum().double(), advantages.sum(), advantages.square().sum()]
-    count, actions, total, squares = reduction.sum(torch.stack(sums)).tolist()
-    mean = total / max(count, 1.0)
+    advantages = packed["advantages"]
     return {
-        "batch/kept_share": count / max(actions, 1.0),
-        "advantage/mean": mean,
-        "advantage/std": max(squares / max(count, 1.0) - mean * mean, 0.0) ** 0.5,
-    }
-
-
-def mismatch_metrics(packed: PackedBatch, reduction: Reduction) -> dict[str, float]:
-    """How far the anchor is from the policy that generated, over what trains."""
-    mask = packed.loss_mask
-    mismatch = (packed.old_log_probs - packed.rollout_log_probs)[mask].double()
-    sums = [mask.sum().double(), mismatch.abs().sum(), -mismatch.sum()]
-    count, distance, kl = reduction.sum(torch.stack(sums)).tolist()
-    return {
-        "rollout/log_prob_distance": distance / max(count, 1.0),
-        "rollout/kl_to_trainer": kl / max(count, 1.0),
+        "batch/kept_share": mean(packed.loss_mask, packed.mask),
+        "advantage/mean": mean(advantages, packed.loss_mask),
+        "advantage/std": std(advantages, packed.loss_mask, unbiased=False),
     }

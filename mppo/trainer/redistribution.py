@@ -6,44 +6,92 @@ field they have by then. Every rank knows who sends what, so nothing but the vec
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 from torch import Tensor
 
 from mppo.batch.batch_plan import assign_ranks, by_rank
-from mppo.batch.packed import PackedBatch
-from mppo.megatron.collectives import exchange_rows, gather_rows
+from mppo.batch.packed import PackedBatch, pack
+from mppo.batch.table import TrajectorySummary, TrajectoryTable
+from mppo.batch.trajectory import Answer
+from mppo.megatron.collectives import exchange_rows, gather_from_all, gather_rows
+from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Topology
-from mppo.trainer.batches import StepBatch, mini_batches_of_epoch
-from mppo.trainer.run_spec import UpdateSettings
+from mppo.trainer.batches import StepBatch, mini_batches_of_epoch, tabulate
+from mppo.trainer.run_spec import RunSpec, UpdateSettings
 
 Swap = Callable[[Tensor, list[int], list[int]], Tensor]
 """`(x, sent, received)`: the first `sent[0]` rows of `x` go to rank 0, the next `sent[1]` to rank 1, and so on; returns
 the rows that come here, `received[r]` of them from rank r, in order of rank."""
 
+
+@dataclass(frozen=True)
+class Links:
+    """How vectors travel from this rank."""
+
+    swap: Swap
+    """Along the data-parallel group."""
+    share: Callable[[Tensor, list[int]], Tensor]
+    """`(x, sizes)`: the rows of all ranks of the replica, one after another; rank r has `sizes[r]`."""
+
+    @classmethod
+    def of(cls, topology: Topology) -> "Links":
+        swap, share = (
+            partial(exchange_rows, group=topology.dp_group),
+            partial(gather_rows, group=topology.replica_group),
+        )
+        return cls(swap, share)
+
+
 Holders = Mapping[int, int]
 """The data-parallel rank of each trajectory, by its index in the batch of the step."""
 
 
+def distribute(answers: list[Answer], spec: RunSpec, model: ModelConfig, step: int, topology: Topology) -> StepBatch:
+    """The batch of a step, from what this rank generated for it.
+
+    Each mini-batch of the actor's first epoch is balanced over data-parallel ranks by workload, and so is the whole
+    batch. The plan follows from the summaries of all trajectories, which every rank learns here. Collective over the
+    world; raises DataError, on every rank, when nothing can train.
+    """
+    everywhere = gather_from_all([TrajectorySummary.of(answer) for answer in answers])
+    summaries = [summary for summaries in everywhere for summary in summaries]
+    table, workload, mini_batches = tabulate(summaries, spec.actor, model, topology.dp, spec.config.trainer.seed, step)
+    index_of = {summary.uid: index for index, summary in enumerate(table.summaries)}
+    producer = {s.uid: rank for rank, summaries in enumerate(everywhere) for s in summaries}
+    mine = sorted((answer for answer in answers if answer.trains), key=lambda answer: answer.trajectory.uid)
+    packed = pack(
+        [answer.trajectory for answer in mine],
+        [answer.judgement for answer in mine],
+        [index_of[answer.trajectory.uid] for answer in mine],
+    )
+    producer_of = [producer[summary.uid] for summary in table.summaries]
+    packed = deliver(packed, producer_of, table, topology, Links.of(topology))
+    return StepBatch(packed, table, step, workload, mini_batches)
+
+
 def deliver(
-    batch: PackedBatch, producer_of: Sequence[int], rank_of: Sequence[int], lengths: Sequence[int], topology: Topology
+    batch: PackedBatch, producer_of: Sequence[int], table: TrajectoryTable, topology: Topology, links: Links
 ) -> PackedBatch:
     """The trajectories that this rank's replica trains, in order of index, from what every rank generated.
 
-    `batch` holds those that this rank generated, `producer_of[i]` is the rank of the world that generated trajectory i,
-    `rank_of[i]` the data-parallel rank that trains it, `lengths[i]` its tokens. Collective over the world.
+    `batch` holds those that this rank generated, `producer_of[i]` is the rank of the world that generated trajectory i.
+    Collective over the world.
     """
-    peers, holders = _by_replica_rank(producer_of, topology), dict(enumerate(rank_of))
-    mine = peers[topology.replica_rank]
+    peers = _by_replica_rank(producer_of, topology)
+    mine, me = peers[topology.replica_rank], topology.dp_rank
     before = {index: topology.dp_rank_of(producer_of[index]) for index in mine}
-    swap = partial(exchange_rows, group=topology.dp_group)
-    arrived = moved(
-        batch, before, {i: holders[i] for i in mine}, lengths, topology.dp_rank, topology.dp, swap
-    )
-    held = [[i for i in indices if rank_of[i] == topology.dp_rank] for indices in peers]
-    return _shared(arrived, held, lengths, topology)
+    after = {index: table.rank_of[index] for index in mine}
+    arrived = moved(batch, before, after, table.lengths, (me, topology.dp), links.swap)
+    if topology.replica_size == 1:
+        return arrived
+    held = [[index for index in indices if table.rank_of[index] == me] for indices in peers]
+    sizes = [sum(table.lengths[index] for index in indices) for indices in held]
+    together = list(chain.from_iterable(held))
+    lengths = [table.lengths[index] for index in together]
+    return _in_order(arrived.exchanged(lengths, together, lambda x: links.share(x, sizes)))
 
 
 def _by_replica_rank(producer_of: Sequence[int], topology: Topology) -> list[list[int]]:
@@ -51,15 +99,10 @@ def _by_replica_rank(producer_of: Sequence[int], topology: Topology) -> list[lis
     return by_rank(range(len(producer_of)), map(topology.replica_rank_of, producer_of), topology.replica_size)
 
 
-def _shared(batch: PackedBatch, held: list[list[int]], lengths: Sequence[int], topology: Topology) -> PackedBatch:
-    """What all ranks of a replica hold together, in order of index; `held[r]` is what its rank r has."""
-    if topology.replica_size == 1:
-        return batch
-    sizes = [sum(lengths[i] for i in indices) for indices in held]
-    together = list(chain.from_iterable(held))
-    gathered = batch.exchanged([lengths[i] for i in together], together, lambda x: gather_rows(x, sizes, topology.replica_group))
-    in_order = sorted(range(len(together)), key=together.__getitem__)
-    return replace(gathered.select(in_order), origin=None)
+def _in_order(batch: PackedBatch) -> PackedBatch:
+    """Its trajectories in order of index; it is nobody's selection."""
+    indices = batch.indices.tolist()
+    return replace(batch.select(sorted(range(len(indices)), key=indices.__getitem__)), origin=None)
 
 
 def balanced_mini_batches(
@@ -89,19 +132,25 @@ def redistribute(batch: StepBatch, rank_of: list[int], topology: Topology) -> St
     if rank_of == batch.table.rank_of:
         return batch
     before, after = dict(enumerate(batch.table.rank_of)), dict(enumerate(rank_of))
-    swap = partial(exchange_rows, group=topology.dp_group)
-    packed = moved(batch.packed, before, after, batch.table.lengths, topology.dp_rank, topology.dp, swap)
+    place = (topology.dp_rank, topology.dp)
+    packed = moved(batch.packed, before, after, batch.table.lengths, place, Links.of(topology).swap)
     return replace(batch, packed=packed, table=replace(batch.table, rank_of=rank_of))
 
 
 def moved(
-    batch: PackedBatch, before: Holders, after: Holders, lengths: Sequence[int], rank: int, ranks: int, swap: Swap
+    batch: PackedBatch,
+    before: Holders,
+    after: Holders,
+    lengths: Sequence[int],
+    rank_and_size: tuple[int, int],
+    swap: Swap,
 ) -> PackedBatch:
-    """What rank `rank` of `ranks` holds once every trajectory is on the rank that `after` names, in order of index.
+    """What a data-parallel rank holds once every trajectory is on the rank that `after` names, in order of index.
 
     `batch` is what it holds by `before`; both name the same trajectories, `lengths[i]` are the tokens of each. Every
     rank calls `swap` as often: for each vector that there is.
     """
+    rank, ranks = rank_and_size
 
     def held(holders: Holders) -> list[int]:
         return sorted(index for index, owner in holders.items() if owner == rank)
@@ -109,11 +158,9 @@ def moved(
     mine, wanted = held(before), held(after)
     outgoing = by_rank(mine, [after[i] for i in mine], ranks)
     incoming = by_rank(wanted, [before[i] for i in wanted], ranks)
-    sent, received = ([sum(lengths[i] for i in part) for part in sides] for sides in (outgoing, incoming))
+    sent, received = ([sum(lengths[i] for i in indices) for indices in side] for side in (outgoing, incoming))
 
     row_of = {index: row for row, index in enumerate(batch.indices.tolist())}
     leaving = batch.select([row_of[i] for i in chain.from_iterable(outgoing)])
     arriving = list(chain.from_iterable(incoming))
-    arrived = leaving.exchanged([lengths[i] for i in arriving], arriving, lambda x: swap(x, sent, received))
-    in_order = sorted(range(len(arriving)), key=arriving.__getitem__)
-    return replace(arrived.select(in_order), origin=None)
+    return _in_order(leaving.exchanged([lengths[i] for i in arriving], arriving, lambda x: swap(x, sent, received)))

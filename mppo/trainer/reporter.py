@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from mppo.batch.trajectory import Trajectory
+from mppo.batch.trajectory import Answer
 from mppo.rollout.prompts import Prompt
 from mppo.trainer.curve import draw_curve
 
 SHOWN = (
+    ("token loss", "sft/token_loss", "{:.4f}"),
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", "reward/accuracy", "{:.3f}"),
     ("no signal", "reward/groups_without_signal", "{:.2f}"),
@@ -36,19 +37,20 @@ class SampleLine:
     response: str
     ground_truth: Any
     reward: float
-    finish_reason: str
+    status: str
     weight_version: int
+    """Of the newest weights that wrote it."""
 
     @classmethod
-    def of(cls, trajectory: Trajectory, prompt: Prompt, tokenizer: Any) -> "SampleLine":
-        response = tokenizer.decode(trajectory.tokens[len(prompt.ids) :])
+    def of(cls, answer: Answer, prompt: Prompt, tokenizer: Any) -> "SampleLine":
+        trajectory = answer.trajectory
         return cls(
-            prompt.text,
-            response,
-            prompt.ground_truth,
-            trajectory.reward,
-            trajectory.finish_reason,
-            trajectory.weight_version,
+            prompt=prompt.text,
+            response=tokenizer.decode(trajectory.token_ids[len(prompt.token_ids) :]),
+            ground_truth=prompt.ground_truth,
+            reward=answer.judgement.total_reward,
+            status=trajectory.status,
+            weight_version=max((span.weight_version for span in trajectory.spans), default=0),
         )
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mppo.algorithm.statistics import Ratio, add_up
+from mppo.algorithm.statistics import Statistics, add_up
 from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import OptimConfig
 from mppo.errors import TrainingError
@@ -17,8 +18,10 @@ from mppo.megatron.model import wrap_for_training
 from mppo.megatron.objectives import NON_FINITE, ForwardPass, Objective
 from mppo.megatron.offload import OffloadedTensors, gradients_of, optimizer_state_of, weights_of
 from mppo.megatron.optimizer import Optimizer
+from mppo.megatron.output_layer import output_weight
+from mppo.megatron.role_checkpoint import load_role, save_role
 from mppo.megatron.router import take_balance_loss
-from mppo.megatron.schedule import output_weight, run_schedule
+from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, context_part, micro_batches
 
@@ -32,8 +35,8 @@ class Role:
         if placement == "host":
             self.weights.offload()
 
-    def awake(self) -> AbstractContextManager:
-        """The weights are on the device inside. Whoever goes through them without a pass (an export) enters this."""
+    def onloaded_weights(self) -> AbstractContextManager:
+        """The weights are on the device inside. An export, which reads them without a forward pass, runs inside it."""
         return self.weights.onloaded() if self.placement == "host" else nullcontext()
 
     def forward(
@@ -49,7 +52,7 @@ class Role:
             context_part(piece, self.topology)
             for piece in micro_batches(batch, indices, limit, self.topology, closure.reads)
         ]
-        with self.awake():
+        with self.onloaded_weights():
             outputs = run_schedule(self.chunks, pieces, closure, forward_only=True)
         like = torch.zeros(len(batch.packed))
         gathered: dict[str, Tensor | None] = {}
@@ -67,7 +70,7 @@ class Role:
         """`[V/tp, H]`: a copy of this rank's rows of the output projection; None but on the last stage."""
         if not self.topology.is_last_stage:
             return None
-        with self.awake():
+        with self.onloaded_weights():
             return output_weight(self.chunks[-1]).detach().clone()
 
 
@@ -104,7 +107,7 @@ class TrainableRole(Role):
             offloaded.offload()
 
     @contextmanager
-    def training(self) -> Iterator[None]:
+    def onloaded(self) -> Iterator[None]:
         """Weights, gradients and optimizer state are on the device inside; afterwards all parameters are gathered."""
         with ExitStack() as stack:
             for offloaded in self.offloaded:
@@ -114,8 +117,18 @@ class TrainableRole(Role):
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
 
-    def update(self, mini_batch: MiniBatch, objective: Objective) -> tuple[dict[str, Ratio], dict[str, float]]:
-        """One optimizer step, inside `training`: zero, forward and backward of all micro-batches, step.
+    def save(self, folder: Path) -> None:
+        """Collective: weights, optimizer and learning-rate schedule into a folder that is there and empty."""
+        with self.onloaded():
+            save_role(self.chunks, self.optimizer, folder)
+
+    def load(self, folder: Path) -> None:
+        """Collective: what a role of the same model saved, under any layout and with any optimizer."""
+        with self.onloaded():
+            load_role(self.chunks, self.optimizer, folder)
+
+    def update(self, mini_batch: MiniBatch, objective: Objective) -> tuple[Statistics, dict[str, float]]:
+        """One optimizer step, inside `onloaded`: zero, forward and backward of all micro-batches, step.
 
         Returns metrics over the global mini-batch, and the gradient norm, the learning rate and, where it is on, the
         load-balancing loss. Raises TrainingError, on every rank and before the step, when a token loss or the gradient

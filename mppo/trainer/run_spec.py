@@ -11,6 +11,7 @@ from mppo.algorithm.aggregation import AGGREGATIONS
 from mppo.algorithm.kl import check_kl_form
 from mppo.algorithm.policy_losses import PolicyLoss, policy_loss
 from mppo.algorithm.policy_losses.probe import probe
+from mppo.algorithm.reward_shaping import OutcomeShaping
 from mppo.algorithm.rollout_correction import RolloutCorrectionConfig, rollout_correction_config
 from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import ActorConfig, Config, CriticConfig, ParallelConfig
@@ -86,6 +87,18 @@ class RunSpec:
             importance_weighted=tuple(self.correction.apply_to),
         )
 
+    @property
+    def outcome_shaping(self) -> OutcomeShaping:
+        """What becomes of outcomes before the estimator sees them."""
+        reward = self.config.reward
+        return OutcomeShaping(
+            max_response_length=self.config.data.max_response_length,
+            overlong_buffer=reward.overlong_buffer.len,
+            penalty_factor=reward.overlong_buffer.penalty_factor,
+            normalise=reward.running_normalization,
+            clip=reward.clip,
+        )
+
     def anchor(self, trajectories: int) -> Anchor:
         """Where the anchor of a training step over so many trajectories comes from.
 
@@ -106,7 +119,7 @@ class RunSpec:
             self.correction.rollout_is is not None
             or self.correction.rollout_rs is not None
             or self.config.algorithm.use_kl_in_reward
-            or self.estimator.reads_old_policy
+            or self.estimator.traits.reads_old_policy
             or self.policy_loss.needs_mini_batch
         )
 
@@ -128,7 +141,7 @@ def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
     probe(loss)
     estimator = make_estimator(algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
     actor = _actor_settings(config, loss.loss_agg_mode, correction.denominator)
-    critic = _critic_settings(config, actor) if estimator.critic else None
+    critic = _critic_settings(config, actor) if estimator.traits.critic else None
     _check_names(config, actor)
     spec = RunSpec(
         config=config,

@@ -1,40 +1,49 @@
 """The training loop and the nine steps of one training step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass
 from functools import wraps
+from pathlib import Path
 from time import perf_counter
+from typing import Any, TypeVar
 
-import torch
-
-from mppo.algorithm.advantages.groups import groups_of_one
-from mppo.algorithm.diagnostics import explained_variance
-from mppo.algorithm.kl import FULL, KLController, kl_penalty
-from mppo.algorithm.rollout_correction import CorrectionInputs, correct
-from mppo.batch.trajectory import Trajectory
-from mppo.errors import DataError, RewardError
+from mppo.algorithm.kl import FULL, KLController
+from mppo.algorithm.reward_shaping import RunningMoments
+from mppo.batch.trajectory import Answer
 from mppo.megatron import platform
-from mppo.megatron.collectives import data_parallel_reduction, fail_together, gather_from_all, sum_with_gradient
+from mppo.megatron.collectives import (
+    data_parallel_reduction,
+    fail_together,
+    gather_from_all,
+    sum_over_ranks,
+    sum_with_gradient,
+)
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
-from mppo.rollout.engines.contract import Request, SamplingParams
-from mppo.rollout.rewards import check_parts, score
-from mppo.trainer.assemble import Parts
-from mppo.trainer.batches import StepBatch, balance, check_budgets, cut_mini_batch
-from mppo.trainer.collecting import greedy_rewards, select_groups, values_of_groups
-from mppo.trainer.metrics import MeanOverUpdates, batch_metrics, mismatch_metrics, trajectory_metrics
-from mppo.trainer.preparation import CurrentPolicyFields, advantage_inputs
-from mppo.trainer.redistribution import balanced_mini_batches
-from mppo.trainer.replay import ReplayBuffer, Rollout
+from mppo.megatron.random_state import RandomState
+from mppo.rollout.buffer import Taken
+from mppo.rollout.reward_workers import check_parts
+from mppo.trainer.advantage_pipeline import AdvantagePipeline
+from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
+from mppo.trainer.checkpoints import Checkpoints
+from mppo.trainer.current_policy_fields import CurrentPolicyFields
+from mppo.trainer.metrics import MeanOverUpdates, trajectory_metrics
+from mppo.trainer.redistribution import balanced_mini_batches, distribute
 from mppo.trainer.reporter import SampleLine
+from mppo.trainer.run import Run
 from mppo.trainer.run_spec import Anchor
-from mppo.trainer.shaping import RunningMoments, add_to_outcomes, shape_outcomes, shaping_metrics, without_truncated
-from mppo.weights.transfer import save_hf
+from mppo.trainer.stateful import State, Stateful
+from mppo.weights.export import export_hf
+
+T = TypeVar("T")
 
 
-def named_step(method: Callable) -> Callable:
+def named_step(method: Callable[..., T]) -> Callable[..., T]:
     """Time a step of training (`time/<name>`, seconds, all its calls) and show it to the profiler under its name."""
 
     @wraps(method)
-    def wrapper(self, *args):
+    def wrapper(self: "Trainer", *args: Any) -> T:
         start = perf_counter()
         with platform.named_range(method.__name__):
             result = method(self, *args)
@@ -45,152 +54,172 @@ def named_step(method: Callable) -> Callable:
     return wrapper
 
 
-class Trainer:
-    """Synchronous PPO. `parts` are the roles, the engine and the data, assembled from a configuration."""
+@dataclass
+class Progress:
+    """How far a run has come."""
 
-    def __init__(self, parts: Parts):
-        self.parts = parts
-        self.config, self.spec, self.topology = parts.config, parts.spec, parts.topology
-        self.buffer = ReplayBuffer()
+    step: int = 0
+    """Training steps that are done."""
+    weight_version: int = 0
+    """Updates of the actor that are done: training steps but those of a critic's warm-up."""
+
+    def state_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.weight_version = state["step"], state["weight_version"]
+
+
+class Trainer:
+    """Synchronous PPO over a `run`: the roles, the rollouts and the records, assembled from a configuration."""
+
+    def __init__(self, run: Run):
+        self.run, self.spec, self.config, self.topology = run, run.spec, run.spec.config, run.topology
         self.metrics: dict[str, float] = {}
         control = self.config.algorithm.kl_ctrl
         self.kl_controller = KLController(
             control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon
         )
+        self.moments = RunningMoments()
+        self.progress = Progress()
         self.reduction = data_parallel_reduction(self.topology)
         self.combine = sum_with_gradient(self.topology.cp_group) if self.topology.cp > 1 else None
-        self.moments = RunningMoments()
-        self.batches_drawn = 0
-        """Batches of prompts that the run has asked for; with dynamic sampling a step may ask for several."""
-        self.current_policy_fields = CurrentPolicyFields(self.spec, parts.actor, parts.head, self.reduction)
+        self.current_policy = CurrentPolicyFields(self.spec, run.roles.actor, run.roles.head, self.reduction)
+        self.checkpoints = Checkpoints(
+            Path(self.config.trainer.out_dir) / "checkpoints",
+            self._states(),
+            run.records.description,
+            self.config.trainer.keep_checkpoints,
+        )
         self._warned: set[str] = set()
+
+    def _states(self) -> dict[str, State]:
+        """What a checkpoint consists of."""
+        roles = {"actor": self.run.roles.actor, "critic": self.run.roles.critic}
+        return {
+            **{name: role for name, role in roles.items() if role is not None},
+            "progress": self.progress,
+            **self.settled,
+            "buffer": self.run.rollouts.buffer,
+            "random": RandomState(self.topology),
+        }
+
+    @property
+    def settled(self) -> dict[str, Stateful]:
+        """What a refused step leaves as it was before it: the order of the data, and what is steered by it."""
+        return {
+            "prompts": self.run.rollouts.stream,
+            "kl_controller": self.kl_controller,
+            "reward_moments": self.moments,
+        }
 
     def train(self) -> dict[str, float]:
         """Run to the last step; returns the accuracy on held-out prompts before and after (`before`, `after`).
 
         When a step is refused before its updates (a reward that raises, say), what was trained is saved first.
         """
-        trainer, reporter = self.config.trainer, self.parts.reporter
-        first, total = self.parts.checkpoints.restore(self), trainer.total_training_steps
-        reporter.start(first)
-        self.sync_weights(first)
+        settings, records = self.config.trainer, self.run.records
+        resumed = self.restore()
+        records.reporter.start(self.progress.step)
+        for line in resumed:
+            records.reporter.note(line)
+        self.sync_weights()
         accuracies = {}
-        if self.parts.val_prompts and trainer.val_before_train:
-            accuracies["before"] = self.validate(first)
-        for step in range(first, total):
-            drawn = self.batches_drawn
-            try:
-                self.train_step(step)
-            except (DataError, RewardError):
-                self.batches_drawn = drawn  # so that the step, resumed, draws its prompts again
-                self.parts.checkpoints.save(self, step)
-                reporter.close()
-                raise
-            done = step + 1
-            reporter.step(done, self.metrics)
-            if trainer.save_freq and (done == total or self._due(trainer.save_freq, done)):
-                self.parts.checkpoints.save(self, done)
-            if self.parts.val_prompts and (done == total or self._due(trainer.test_freq, done)):
-                accuracies["after"] = self.validate(done)
-        if trainer.save_hf:
-            model = self.parts.model
-            with self.parts.actor.awake():
-                save_hf(self.parts.exporter, model.hf_config, model.tokenizer, f"{trainer.out_dir}/hf")
-        reporter.finish(accuracies)
+        if self.run.rollouts.held_out and settings.val_before_train:
+            accuracies["before"] = self.validate()
+        total = settings.total_training_steps
+        while self.progress.step < total:
+            self.train_step()
+            done = self.progress.step
+            records.reporter.step(done, self.metrics)
+            if settings.save_freq and (done == total or self._due(settings.save_freq)):
+                self.save()
+            if self.run.rollouts.held_out and (done == total or self._due(settings.test_freq)):
+                accuracies["after"] = self.validate()
+        if settings.save_hf:
+            self.export()
+        records.reporter.finish(accuracies)
         return accuracies
 
-    @staticmethod
-    def _due(frequency: int, step: int) -> bool:
-        return frequency > 0 and step % frequency == 0
+    def _due(self, frequency: int) -> bool:
+        return frequency > 0 and self.progress.step % frequency == 0
 
     @named_step
-    def train_step(self, step: int) -> None:
-        """One training step: rollout, nine steps, and the new weights to the engine."""
+    def train_step(self) -> None:
+        """One training step: nine steps, and the new weights to the engine."""
         self.metrics = {}
-        rollout = self.collect(step)
-        batch = self.balance(rollout, step)
-        batch = self.old_log_probs(batch)
-        batch = self.ref_log_probs(batch)
-        batch = self.values(batch)
-        batch = self.advantages(batch)
+        with self._refusable():
+            taken = self.sample()
+            answers = self.reward(taken)
+            batch = self.balance(answers)
+            batch = self.old_log_probs(batch)
+            batch = self.ref_log_probs(batch)
+            batch = self.values(batch)
+            batch = self.advantages(batch)
         self.update_critic(batch)
-        if step >= self.config.trainer.critic_warmup:
+        if self.progress.step >= self.config.trainer.critic_warmup:
             self.update_actor(batch)
+            self.sync_weights()
+        self.progress.step += 1
 
-        self.sync_weights(step + 1)
+    @contextmanager
+    def _refusable(self) -> Iterator[None]:
+        """If what is inside raises, put the data order and what it steers back to before, and save what was trained.
 
-    def collect(self, step: int) -> Rollout:
-        """Fill the replay buffer, then steps 1 and 2; with dynamic sampling again, until enough groups have signal."""
-        filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        collected = Rollout([], {})
-        for attempt in range(filtering.max_num_gen_batches if filtering.enable else 1):
-            with fail_together():
-                self.rollout(step, attempt)
-
-                rollout = self.sample()
-                self.reward(rollout)
-            collected = collected + rollout
-            if filtering.enable:
-                selection = select_groups(values_of_groups(collected, filtering.metric), wanted)
-                self.metrics |= selection.metrics(attempt + 1)
-                if not selection.used_without_signal:
-                    break
-        return collected.of_groups(set(selection.chosen)) if filtering.enable else collected
-
-    @named_step
-    def rollout(self, step: int, attempt: int) -> None:
-        """Answer this rank's share of a batch of prompts into the replay buffer."""
-        data, n, seed = self.config.data, self.config.rollout.n, self.config.trainer.seed
-        drawn = self.parts.train_prompts.draw(self.batches_drawn, data.train_batch_size, seed if data.shuffle else None)
-        self.batches_drawn += 1
-        prompts = dict(enumerate(drawn, start=attempt * data.train_batch_size))
-        requests = [
-            Request(group * n + sample, group, prompt.ids, (seed, step, group, sample))
-            for group, prompt in prompts.items()
-            for sample in range(n)
-        ]
-        trajectories = self._generate(requests, self.parts.sampling)
-        greedy = []
-        if self.spec.estimator.greedy_baseline:
-            requests = [Request(group, group, prompt.ids, (seed, step, group)) for group, prompt in prompts.items()]
-            greedy = self._generate(requests, self.parts.greedy)
-        self.buffer.add(Rollout(trajectories, prompts, greedy))
-
-    def _generate(self, requests: list[Request], sampling: SamplingParams) -> list[Trajectory]:
-        """This rank's share of the answers."""
-        trajectories = self.parts.engine.generate(self._share(requests), sampling)
-        for trajectory in trajectories:
-            trajectory.validate(self.parts.model.config.vocab_size)
-        return trajectories
-
-    def _share(self, requests: list[Request]) -> list[Request]:
-        return requests[self.topology.rank :: torch.distributed.get_world_size()]
-
-    @named_step
-    def sample(self) -> Rollout:
-        """Step 1: take the oldest rollout from the replay buffer."""
-        return self.buffer.sample()
-
-    @named_step
-    def reward(self, rollout: Rollout) -> None:
-        """Step 2: give every trajectory its reward and accuracy. Samples are written even if it fails."""
-        tokenizer, shown = self.parts.model.tokenizer, rollout.trajectories[: self.config.trainer.samples_per_step]
+        Resumed, the step then draws its prompts again.
+        """
+        before = {name: deepcopy(part.state_dict()) for name, part in self.settled.items()}
         try:
-            score(self.spec.reward, rollout.trajectories + rollout.greedy, rollout.prompts, tokenizer)
-            check_parts(rollout.trajectories, self.spec.estimator.reward_keys)
-        finally:
-            self.parts.reporter.samples([SampleLine.of(t, rollout.prompts[t.group], tokenizer) for t in shown])
+            yield
+        except Exception:
+            for name, part in self.settled.items():
+                part.load_state_dict(before[name])
+            self.save()
+            self.run.records.reporter.close()
+            raise
 
     @named_step
-    def balance(self, rollout: Rollout, step: int) -> StepBatch:
+    def sample(self) -> Taken:
+        """Step 1: fill the buffer with answers that are judged, and take the groups of this step out of it.
+
+        With dynamic sampling prompts are drawn until enough groups have a signal, at most `max_num_gen_batches` times.
+        """
+        filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        rollouts, draws = self.run.rollouts, 0
+        while draws < (filtering.max_num_gen_batches if filtering.enable else 1) and rollouts.buffer.ready() < wanted:
+            with fail_together():
+                rollouts.collector.collect(rollouts.stream, rollouts.buffer)
+            draws += 1
+        taken = rollouts.buffer.take(wanted)
+        if filtering.enable:
+            self.metrics |= {
+                "rollout/generation_batches": float(draws),
+                "rollout/groups_without_signal": float(taken.without_signal),
+                "rollout/groups_without_signal_used": float(taken.used_without_signal),
+                "rollout/groups_left_over": float(taken.left_over),
+            }
+        return taken
+
+    @named_step
+    def reward(self, taken: Taken) -> list[Answer]:
+        """Step 2: look at the judgements, which were made beside generation, and write some of the samples down."""
+        tokenizer, shown = self.run.model.tokenizer, self.config.trainer.samples_per_step
+        lines = [SampleLine.of(a, group.prompt, tokenizer) for group in taken.groups for a in group.samples]
+        self.run.records.reporter.samples(lines[:shown])
+        self.metrics |= sum_over_ranks(self.run.rollouts.collector.rewards.take_counts())
+        with fail_together():
+            for group in taken.groups:
+                check_parts(group.samples, self.spec.estimator.reward_keys)
+        return [answer for group in taken.groups for answer in group.answers]
+
+    @named_step
+    def balance(self, answers: list[Answer]) -> StepBatch:
         """Step 3: bring every trajectory to the data-parallel rank that trains it first, and pack."""
-        baselines = greedy_rewards(rollout) if self.spec.estimator.greedy_baseline else None
-        model, seed = self.parts.model.config, self.config.trainer.seed
-        batch = balance(rollout.trajectories, self.spec.actor, model, step, seed, self.topology, baselines)
+        batch = distribute(answers, self.spec, self.run.model.config, self.progress.step, self.topology)
         check_budgets(batch.table, self.spec.actor.limits, self.topology)
-        if self.parts.critic is not None:
-            check_budgets(batch.table, self.spec.critic.limits, self.parts.critic.topology)
-        self.metrics |= trajectory_metrics(batch.table)
+        if self.spec.critic is not None and self.run.roles.critic is not None:
+            check_budgets(batch.table, self.spec.critic.limits, self.run.roles.critic.topology)
+        self.metrics |= trajectory_metrics(batch.table, self.progress.weight_version)
         return batch
 
     @named_step
@@ -198,16 +227,16 @@ class Trainer:
         """Step 4: the PPO anchor, under the weights before any update of this step; in bypass mode the rollout's."""
         anchor = self.spec.anchor(len(batch.table))
         if anchor is Anchor.ROLLOUT_POLICY:
-            return batch.with_fields(old_log_probs=batch.packed.rollout_log_probs)
+            return batch.with_fields(old_log_probs=batch.packed["rollout_log_probs"])
         if anchor is Anchor.CURRENT_POLICY:
             return batch  # the objective takes the current log-probs, which are the same
         algorithm, names = self.config.algorithm, ["log_probs"]
-        if self.spec.estimator.sum_pi_squared:
+        if self.spec.estimator.traits.sum_pi_squared:
             names.append("sum_pi_squared")
         if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL:
             names.append("hidden")
-        closure = LogProbPass(self.parts.head, tuple(names))
-        output = self.parts.actor.forward(batch, self.spec.actor.infer_limit, closure)
+        closure = LogProbPass(self.run.roles.head, tuple(names))
+        output = self.run.roles.actor.forward(batch, self.spec.actor.infer_limit, closure)
         return batch.with_fields(
             old_log_probs=output["log_probs"],
             sum_pi_squared=output.get("sum_pi_squared"),
@@ -217,17 +246,17 @@ class Trainer:
     @named_step
     def ref_log_probs(self, batch: StepBatch) -> StepBatch:
         """Step 5: the frozen reference, where either KL path is on."""
-        if self.parts.reference is None:
+        roles, actor, algorithm = self.run.roles, self.config.actor, self.config.algorithm
+        if roles.reference is None:
             return batch
-        actor, algorithm = self.config.actor, self.config.algorithm
         names, weight = ["log_probs"], None
         if actor.use_kl_loss and actor.kl_loss_type == FULL:
             names.append("hidden")
         if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL:
             names.append("full_kl")
-            weight = self.parts.actor.output_weight()
-        closure = ReferencePass(self.parts.head, tuple(names), weight)
-        output = self.parts.reference.forward(batch, self.spec.actor.infer_limit, closure)
+            weight = roles.actor.output_weight()
+        closure = ReferencePass(roles.head, tuple(names), weight)
+        output = roles.reference.forward(batch, self.spec.actor.infer_limit, closure)
         return batch.with_fields(
             ref_log_probs=output["log_probs"],
             ref_hidden=output.get("hidden"),
@@ -238,87 +267,24 @@ class Trainer:
     @named_step
     def values(self, batch: StepBatch) -> StepBatch:
         """Step 6: the critic's predictions, where the estimator needs them."""
-        if self.parts.critic is None:
+        critic, settings = self.run.roles.critic, self.spec.critic
+        if critic is None or settings is None:
             return batch
-        output = self.parts.critic.forward(batch, self.spec.critic.infer_limit, ValuePass())
-        return batch.with_fields(values=output["values"])
+        return batch.with_fields(values=critic.forward(batch, settings.infer_limit, ValuePass())["values"])
 
     @named_step
     def advantages(self, batch: StepBatch) -> StepBatch:
         """Step 7: correct for the rollout's policy, shape the rewards, then estimate advantages and returns."""
-        batch = self._correct(batch)
-        batch = self._shape(batch)
-        if self.config.algorithm.use_kl_in_reward:
-            batch = self._penalise(batch)
-        inputs = advantage_inputs(batch, self.reduction)
-        result = self.spec.estimator(inputs)
-        with fail_together():
-            self.spec.estimator.check_finite(result, inputs)
-        batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
-        self.metrics |= batch_metrics(batch.packed, self.reduction)
-        if self.spec.anchor(len(batch.table)) is Anchor.OWN_PASS:
-            self.metrics |= mismatch_metrics(batch.packed, self.reduction)
-        if self.spec.estimator.groups:
-            self._count_groups_of_one(groups_of_one(inputs))
-        if self.parts.critic is not None:
-            self.metrics["critic/explained_variance"] = explained_variance(
-                batch.packed.values, result.returns, batch.packed.loss_mask, self.reduction
-            )
+        pipeline = AdvantagePipeline(self.spec, self.reduction, self.kl_controller, self.moments, self.metrics)
+        batch = pipeline(batch)
+        self._warn_of_groups_of_one()
         return batch
 
-    def _correct(self, batch: StepBatch) -> StepBatch:
-        """Mask answers that were cut off; decoupled, weigh and reject by the anchor against the rollout's policy.
-
-        In bypass mode that follows for each mini-batch, by the current policy.
-        """
-        if self.config.algorithm.overlong_masking:
-            kept = without_truncated(batch.packed, batch.table.truncated)
-            batch = batch.keeping(kept, self.reduction)
-        correction, packed = self.spec.correction, batch.packed
-        if self.spec.anchor(len(batch.table)) is not Anchor.OWN_PASS:
-            return batch
-        inputs = CorrectionInputs(
-            packed.old_log_probs, packed.rollout_log_probs, packed.loss_mask, packed.segments, self.reduction
-        )
-        result = correct(inputs, correction)
-        self.metrics |= result.metrics
-        if correction.rollout_rs is not None:
-            batch = batch.keeping(result.kept, self.reduction)
-        return batch.with_fields(rollout_is_weights=result.importance_weights)
-
-    def _shape(self, batch: StepBatch) -> StepBatch:
-        """Length penalty, normalisation and clip of the outcomes."""
-        reward, table = self.config.reward, batch.table
-        if not reward.shapes:
-            return batch
-        shaped = shape_outcomes(table, reward, self.config.data.max_response_length, self.moments)
-        self.metrics |= shaping_metrics(shaped, reward, self.moments)
-        changes = [after - before for after, before in zip(shaped, table.outcomes, strict=True)]
-        return batch.with_fields(rewards=add_to_outcomes(batch.packed, changes))
-
-    def _penalise(self, batch: StepBatch) -> StepBatch:
-        """Reward-side KL: subtract `beta * KL(old, ref)` from each action's reward, then steer beta.
-
-        The statistic is the mean over non-empty trajectories of their mean over actions (decisions: KL statistic).
-        """
-        packed, beta = batch.packed, self.kl_controller.coefficient
-        kl = packed.full_kl
-        if kl is None:
-            kl = kl_penalty(packed.old_log_probs, packed.ref_log_probs, self.config.algorithm.kl_penalty)
-        kl = torch.where(packed.mask, kl, 0.0)
-        trains = packed.segments.lengths(packed.loss_mask) > 0
-        means = packed.segments.mean(kl.double(), packed.loss_mask)
-        total, count = self.reduction.sum(torch.stack([means[trains].sum(), trains.sum().double()])).tolist()
-        current = total / max(count, 1.0)
-        self.metrics |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
-        self.kl_controller.update(current, int(count))
-        return batch.with_fields(rewards=packed.rewards - beta * kl)
-
-    def _count_groups_of_one(self, count: int) -> None:
-        self.metrics["advantage/groups_of_one"] = float(count)
+    def _warn_of_groups_of_one(self) -> None:
+        count = int(self.metrics.get("advantage/groups_of_one", 0))
         if count and "groups of one" not in self._warned and self.config.rollout.n > 1:
             self._warned.add("groups of one")
-            self.parts.reporter.note(
+            self.run.records.reporter.note(
                 f"warning: {count} groups are left with one answer that trains; its advantage is its raw score"
                 " (advantage/groups_of_one counts them)"
             )
@@ -326,54 +292,69 @@ class Trainer:
     @named_step
     def update_critic(self, batch: StepBatch) -> None:
         """Step 8: epochs of mini-batches on the critic, where there is one."""
-        if self.parts.critic is None:
+        critic, settings = self.run.roles.critic, self.spec.critic
+        if critic is None or settings is None:
             return
-        batch = batch.with_fields(ref_hidden=None)  # which only the actor reads
-        critic, settings, mean = self.parts.critic, self.spec.critic, MeanOverUpdates("critic/")
-        steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, critic.topology)
-        with critic.training():
+        mean, cliprange = MeanOverUpdates("critic/"), self.config.critic.cliprange_value
+        seed, reads = self.config.trainer.seed, ValueObjective.reads
+        steps = balanced_mini_batches(batch.only(reads), settings, seed, critic.topology)
+        with critic.onloaded():
             for batch, indices in steps:
-                mini_batch = cut_mini_batch(batch, indices, settings, critic.topology)
-                objective = ValueObjective(self.config.critic.cliprange_value, mini_batch.tokens)
-                mean.add(*critic.update(mini_batch, objective))
+                mini_batch = cut_mini_batch(batch, indices, settings, critic.topology, reads)
+                mean.add(*critic.update(mini_batch, ValueObjective(cliprange, mini_batch.total_tokens)))
         self.metrics |= mean.metrics()
 
     @named_step
     def update_actor(self, batch: StepBatch) -> None:
         """Step 9: epochs of mini-batches on the actor."""
-        settings, terms, mean = self.spec.actor, self.spec.terms, MeanOverUpdates("actor/")
+        roles, settings, terms = self.run.roles, self.spec.actor, self.spec.terms
+        mean, reference_weight = MeanOverUpdates("actor/"), None
+        if terms.uses_full_kl and roles.reference is not None:
+            reference_weight = roles.reference.output_weight()
         steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, self.topology)
-        reference_weight = None
-        if terms.uses_full_kl:
-            reference_weight = self.parts.reference.output_weight()
-        with self.parts.actor.training():
+        with roles.actor.onloaded():
             for number, (batch, indices) in enumerate(steps):
-                complete, summary = self.current_policy_fields.add(batch, indices, number)
-                mini_batch = cut_mini_batch(complete, indices, settings, self.topology)
-                objective = PolicyObjective(self.parts.head, terms, mini_batch.tokens, reference_weight, self.combine)
-                mean.add(*self.parts.actor.update(mini_batch, objective), summary)
+                prepared, summary = self.current_policy.add(batch, indices, number)
+                mini_batch = cut_mini_batch(prepared, indices, settings, self.topology, PolicyObjective.reads(terms))
+                tokens = mini_batch.total_tokens
+                objective = PolicyObjective(roles.head, terms, tokens, reference_weight, self.combine)
+                mean.add(*roles.actor.update(mini_batch, objective), summary)
         self.metrics |= mean.metrics()
         if terms.kl_loss_coef is not None:
             self.metrics["actor/kl_coef"] = terms.kl_loss_coef
+        self.progress.weight_version += 1
 
     @named_step
-    def sync_weights(self, version: int) -> None:
+    def sync_weights(self) -> None:
         """Give the engine the actor's weights."""
-        with self.parts.actor.awake():
-            self.parts.engine.update_weights(self.parts.exporter.export(), version)
+        with self.run.roles.actor.onloaded_weights():
+            self.run.rollouts.update_weights(self.progress.weight_version)
+
+    def restore(self) -> list[str]:
+        """Go on from the newest checkpoint, if there is one; returns what to say of it and of what differs."""
+        if not self.config.trainer.resume:
+            return []
+        resumed = self.checkpoints.resume(allow_changes=self.config.trainer.resume_changed)
+        return resumed.lines() if resumed else []
+
+    def save(self) -> None:
+        """A checkpoint of everything that has state."""
+        self.checkpoints.save(self.progress.step, self.progress.weight_version)
+
+    def export(self) -> None:
+        """The actor as a Hugging Face folder."""
+        with self.run.roles.actor.onloaded_weights():
+            export_hf(self.run.rollouts.weights, self.run.model, f"{self.config.trainer.out_dir}/hf")
 
     @named_step
-    def validate(self, step: int) -> float:
+    def validate(self) -> float:
         """Answer the held-out prompts greedily; returns the mean accuracy, the same on every rank."""
-        prompts = dict(enumerate(self.parts.val_prompts.prompts))
-        requests = [Request(i, i, prompt.ids, (0, i)) for i, prompt in prompts.items()]
-        trajectories = self.parts.engine.generate(self._share(requests), self.parts.greedy)
         with fail_together():
-            score(self.spec.reward, trajectories, prompts, self.parts.model.tokenizer)
-        everywhere = [
-            line for lines in gather_from_all([(t.accuracy, t.reward) for t in trajectories]) for line in lines
-        ]
-        accuracies, rewards = ([line[i] for line in everywhere] for i in (0, 1))
+            answers = self.run.rollouts.collector.validate(self.run.rollouts.held_out)
+        mine = [(a.judgement.accuracy, a.judgement.total_reward) for a in answers]
+        everywhere = [line for lines in gather_from_all(mine) for line in lines]
+        accuracies, rewards = zip(*everywhere, strict=True)
         accuracy = sum(accuracies) / len(accuracies)
-        self.parts.reporter.validation(step, {"val/accuracy": accuracy, "val/reward": sum(rewards) / len(rewards)})
+        metrics = {"val/accuracy": accuracy, "val/reward": sum(rewards) / len(rewards)}
+        self.run.records.reporter.validation(self.progress.step, metrics)
         return accuracy

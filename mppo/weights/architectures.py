@@ -1,8 +1,9 @@
 """One declarative table per architecture: Megatron parameters, Hugging Face parameters, and the cut between them.
 
-`{layer}` and `{expert}` are numbers in the whole model. A parameter may have two Megatron names: that of the local
-layers, and that of Transformer Engine's, which keep a norm inside the linear layer that follows it, and the weights
-of all local experts in one grouped layer.
+What SGLang makes of the same tensors is in `sglang_layout.py`, in rows of the same kind. `{layer}` and `{expert}` are
+numbers in the whole model. A parameter may have two Megatron names: that of the local layers, and that of Transformer
+Engine's, which keep a norm inside the linear layer that follows it, and the weights of all local experts in one grouped
+layer.
 """
 
 from dataclasses import dataclass
@@ -29,35 +30,59 @@ _MLP, _HF_MLP = _LAYER + "mlp.", _HF_LAYER + "mlp."
 
 @dataclass(frozen=True)
 class Parameter:
-    megatron: tuple[str, ...]
-    """The names it may have in Megatron-core."""
+    """A parameter of a Megatron chunk or of an SGLang worker, and what it is made of."""
+
+    names: tuple[str, ...]
+    """Those it may have there; the first stands for it in layouts."""
     hf: tuple[str, ...]
     """The Hugging Face tensors it is made of, in the order of the cut's sources."""
     cut: Cut
+    is_vector: bool = False
+    stacked: bool = False
+    """Those of all local experts are members of one tensor, along a first dimension of its own."""
+
+    def name(self, layer: int = -1, expert: int = -1) -> str:
+        return self.names[0].format(layer=layer, expert=expert)
+
+    def hf_names(self, layer: int = -1, expert: int = -1) -> list[str]:
+        return [name.format(layer=layer, expert=expert) for name in self.hf]
+
+    def hf_shapes(self, model: ModelConfig) -> list[tuple[int, ...]]:
+        """Of the tensors of `hf`; what is not cut is as wide as the hidden state."""
+        shapes, slices = [], self.cut.slices(model, 0, 1)
+        for source in range(len(self.hf)):
+            shape = [model.hidden_size] * (1 if self.is_vector else 2)
+            shape[self.cut.dim] = max(s.stop for s in slices if s.source == source)
+            shapes.append(tuple(shape))
+        return shapes
 
     @property
     def per_layer(self) -> bool:
         return "{layer}" in self.hf[0]
 
-    def hf_names(self, layer: int = -1, expert: int = -1) -> list[str]:
-        return [name.format(layer=layer, expert=expert) for name in self.hf]
-
     @property
     def per_expert(self) -> bool:
         return "{expert}" in self.hf[0]
 
+    @property
+    def on_first_stage(self) -> bool:
+        return self.names[0] in ("embedding.word_embeddings.weight", "model.embed_tokens.weight")
+
 
 EMBEDDING = Parameter(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VocabularyRows())
 OUTPUT = Parameter(("output_layer.weight",), ("lm_head.weight",), VocabularyRows())
-VALUE_HEAD = Parameter(("output_layer.weight",), ("score.weight",), Single())
+TIED_OUTPUT = Parameter(OUTPUT.names, EMBEDDING.hf, VocabularyRows())
+"""The copy of the embedding that Megatron keeps on the last of several pipeline stages."""
+VALUE_HEAD = Parameter(OUTPUT.names, ("score.weight",), Single())
 
 _SHARED = (
     EMBEDDING,
-    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Replicated("hidden_size")),
+    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Replicated("hidden_size"), is_vector=True),
     Parameter(
         (_LAYER + "input_layernorm.weight", _ATTENTION + "linear_qkv.layer_norm_weight"),
         (_HF_LAYER + "input_layernorm.weight",),
         Replicated("hidden_size"),
+        is_vector=True,
     ),
     Parameter(
         (_ATTENTION + "linear_qkv.weight",),
@@ -69,6 +94,7 @@ _SHARED = (
         (_LAYER + "pre_mlp_layernorm.weight", _MLP + "linear_fc1.layer_norm_weight"),
         (_HF_LAYER + "post_attention_layernorm.weight",),
         Replicated("hidden_size"),
+        is_vector=True,
     ),
 )
 """What dense models and mixtures of experts have alike."""
@@ -99,10 +125,16 @@ _QKV_BIAS = (
         (_ATTENTION + "linear_qkv.bias",),
         tuple(_HF_ATTENTION + f"{x}_proj.bias" for x in "qkv"),
         QueryKeyValue(),
+        is_vector=True,
     ),
 )
 _QK_NORM = tuple(
-    Parameter((_ATTENTION + f"{x}_layernorm.weight",), (_HF_ATTENTION + f"{x}_norm.weight",), Replicated("head_dim"))
+    Parameter(
+        (_ATTENTION + f"{x}_layernorm.weight",),
+        (_HF_ATTENTION + f"{x}_norm.weight",),
+        Replicated("head_dim"),
+        is_vector=True,
+    )
     for x in "qk"
 )
 
@@ -117,6 +149,11 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
+
+    def rows(self, model: ModelConfig, value_head: bool = False) -> tuple[Parameter, ...]:
+        """With the head that the model has: scalar, tied or its own."""
+        head = VALUE_HEAD if value_head else TIED_OUTPUT if model.tie_word_embeddings else OUTPUT
+        return (*self.parameters, head)
 
     def model_config(self, hf: Any, make_vocab_size_divisible_by: int = 128) -> ModelConfig:
         """Read a transformers configuration. Raises ModelError for a feature that mppo does not build."""

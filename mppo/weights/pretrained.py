@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from mppo.config import CriticConfig, ModelSource
 from mppo.errors import ConfigError, ModelError
@@ -25,6 +25,8 @@ class PretrainedModel:
     config: ModelConfig
     source: TensorSource
     dtype: torch.dtype
+    generation_config: GenerationConfig | None = None
+    """What the folder says of sampling, handed on by an export; the rollout does not read it."""
 
 
 def open_model(model: ModelSource, seed: int) -> PretrainedModel:
@@ -50,7 +52,17 @@ def open_model(model: ModelSource, seed: int) -> PretrainedModel:
         config=_model_config(model, hf_config),
         source=source,
         dtype=getattr(torch, model.dtype),
+        generation_config=None if model.path is None else _generation_config(Path(model.path)),
     )
+
+
+def _generation_config(folder: Path) -> GenerationConfig | None:
+    if not (folder / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path={folder}: generation_config.json cannot be read: {error}") from error
 
 
 def open_critic(critic: CriticConfig, actor: PretrainedModel) -> PretrainedModel:

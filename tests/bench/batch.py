@@ -59,9 +59,7 @@ class BenchBatch:
         """What the `prepare` of a loss is given: the whole batch is one mini-batch."""
         x = self.policy
         places = torch.arange(self.tokens, device=x.mask.device)
-        return MiniBatchInputs(
-            x.log_probs, x.old_log_probs, x.advantages, x.mask, x.segments, places, self.tokens, seed=SEED
-        )
+        return MiniBatchInputs(x.log_probs, x.old_log_probs, x.advantages, x.mask, x.segments, places, seed=SEED)
 
 
 @dataclass(frozen=True)

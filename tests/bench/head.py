@@ -23,8 +23,6 @@ rank's logits are `[T, V/tp]` in the dtype of the hidden states.
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -42,6 +40,7 @@ from rich.table import Table
 from torch import Tensor
 
 from mppo.megatron.head import LastHidden, PolicyHead
+from tests.bench.relaunch import relaunch, under_torchrun
 
 SEED = 0
 LOGIT_SPREAD = 3.0
@@ -219,10 +218,17 @@ def slowest(values: list[float]) -> list[float]:
     return everyone.tolist()
 
 
+def say(text: str) -> None:
+    """A line of progress, from the first process."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
 def peaks(x: Problem) -> list[int]:
     """Of each contestant. Raises AssertionError unless the head's gradients are those of (b)."""
     extra, found = {}, {}
     for name, run in CONTESTANTS.items():
+        say(f"memory of {name}")
         extra[name], of_run = extra_peak(x, run)
         if name in (BOTH, HALF, VOCABULARY_PARALLEL):
             found[name] = of_run
@@ -240,12 +246,21 @@ def check_close(found: Tensor, expected: Tensor) -> None:
 
 def measure(x: Problem, repeats: int) -> dict[str, Cost]:
     extra = slowest(peaks(x))
-    times = [slowest([s for run in CONTESTANTS.values() for s in seconds(x, run)]) for _ in range(repeats)]
+    times = [slowest(round_of_seconds(x, f"run {number} of {repeats}")) for number in range(1, repeats + 1)]
     middle = list(map(median, zip(*times, strict=True)))
     costs = map(Cost, middle[::2], middle[1::2], map(int, extra))
     found = dict(zip(CONTESTANTS, costs, strict=True))
     part = found[DENSE]
     return found | {DENSE: Cost(DENSE_SHARE * part.seconds, DENSE_SHARE * part.cpu_seconds, part.extra_bytes)}
+
+
+def round_of_seconds(x: Problem, title: str) -> list[float]:
+    """`seconds` of each contestant, end to end."""
+    found = []
+    for name, run in CONTESTANTS.items():
+        found += seconds(x, run)
+        say(f"{title}: {name} {found[-2]:.2f} s")
+    return found
 
 
 def table(dtype: str, costs: dict[str, Cost], logits_bytes: int) -> Table:
@@ -285,6 +300,7 @@ def work(args: argparse.Namespace) -> None:
         highlight=False,
     )
     for dtype in args.dtype:
+        say(dtype)
         x = Problem.draw(args.tokens, args.vocabulary, args.hidden, getattr(torch, dtype), device)
         costs = measure(x, args.repeats)
         console.print(table(dtype, costs, x.logits_bytes))
@@ -304,20 +320,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes; they share the vocabulary")
     parser.add_argument("--repeats", type=int, default=3, help="runs that the median is of")
     parser.add_argument("--json", type=Path, help="write the numbers to this file as well, worst dtype first")
+    parser.add_argument("--quick", action="store_true", help="another default for sizes, dtypes and repeats: seconds")
+    if parser.parse_args(arguments).quick:
+        parser.set_defaults(tokens=512, vocabulary=32768, dtype=["float32"], repeats=1)
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Starts itself again under torchrun, unless it is there already."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    args = parse(arguments)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+def main() -> None:
+    args = parse(sys.argv[1:])
+    if under_torchrun():
         work(args)
-        return
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "KINETO_LOG_LEVEL": "9"}
-    process = subprocess.run([*launcher, "-m", "tests.bench.head", *arguments], env=environment, check=False)
-    raise SystemExit(process.returncode)
+    else:
+        sys.exit(relaunch("tests.bench.head", args.ranks, sys.argv[1:]))
 
 
 if __name__ == "__main__":

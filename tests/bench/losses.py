@@ -7,6 +7,7 @@ formulation must give what the packed one gives; that of a loss is the same func
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,7 +125,11 @@ def time_estimator(name: str, batch: BenchBatch, repeats: int) -> Timing:
 
 def measure(time: Callable[[str], Timing], names: list[str], reference: str) -> dict[str, Timing]:
     """Timings by name, of the reference too if it is not among them."""
-    return {name: time(name) for name in dict.fromkeys([reference, *names])}
+    timings = {}
+    for name in dict.fromkeys([reference, *names]):
+        timings[name] = time(name)
+        print(f"{name}: {timings[name].ms:.1f} ms", file=sys.stderr, flush=True)
+    return timings
 
 
 def table(title: str, timings: dict[str, Timing], names: list[str], reference: str) -> Table:
@@ -185,6 +190,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the numbers to this file as well")
     parser.add_argument("--losses", type=names, default=POLICY_LOSSES.names(), help="names, separated by commas")
     parser.add_argument("--estimators", type=names, default=ESTIMATORS.names(), help="names, separated by commas")
+    parser.add_argument("--quick", action="store_true", help="another default for tokens and repeats: seconds")
+    if parser.parse_args(arguments).quick:
+        parser.set_defaults(tokens=100_000, repeats=3)
     return parser.parse_args(arguments)
 
 

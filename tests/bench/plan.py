@@ -10,6 +10,7 @@ import heapq
 import json
 import math
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mppo.batch.balance import WorkloadModel
-from mppo.batch.batch_plan import BatchPlan, MicroBatchLimit, make_batch_plan
+from mppo.batch.batch_plan import MicroBatchLimit
+from tests.unit.whole_plan import BatchPlan, make_batch_plan
 
 SEED = 0
 MINI_BATCHES = 8
@@ -235,12 +237,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=100_000, help="of the batch that is timed")
     parser.add_argument("--ranks", type=int, default=512, help="that it is planned for")
     parser.add_argument("--mini-batch", type=int, default=8192, help="sequences of each of its mini-batches")
+    parser.add_argument("--quick", action="store_true", help="without the largest size, and time a smaller batch")
+    if parser.parse_args(arguments).quick:
+        parser.set_defaults(sequences=10_000, ranks=64, mini_batch=1024)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    cases = [measure(mix, *size) for mix in MIXES for size in SIZES]
+    cases = []
+    for mix in MIXES:
+        for size in SIZES[:-1] if args.quick else SIZES:
+            cases.append(measure(mix, *size))
+            print(f"{mix.name}, {size[0]:,} on {size[1]} ranks: {cases[-1].mppo:.4f}", file=sys.stderr, flush=True)
     seconds = time_plan(args.sequences, args.ranks, args.mini_batch)
 
     console = Console(width=120)

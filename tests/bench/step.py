@@ -37,7 +37,7 @@ from mppo.trainer.batches import StepBatch, cut_mini_batch
 from mppo.trainer.roles import TrainableRole
 from mppo.trainer.run_spec import UpdateSettings
 from mppo.weights.architectures import architecture_of
-from tests.distributed.launch import torchrun
+from tests.bench.relaunch import relaunch, under_torchrun
 from tests.invariance.matrix import known_layouts, parallel_config, processes_of
 from tests.unit.samples import table_of
 
@@ -147,39 +147,42 @@ def measure(size: Size, layout: str, repeats: int) -> dict[str, float]:
             dist.barrier()
             if repeat:  # the first of each warms up
                 seconds[name].append(perf_counter() - start)
+                if place.rank == 0:
+                    print(f"step {repeat} of {repeats}: {name} {seconds[name][-1]:.3f} s", file=sys.stderr, flush=True)
     return {name: median(times) for name, times in seconds.items()}
+
+
+def work(options: argparse.Namespace) -> None:
+    """One of the processes."""
+    size = Size(prompt=options.prompt, response=Size.prompt + Size.response - options.prompt)
+    seconds = measure(size, options.layout, options.repeats)
+    ratio = seconds["mppo"] / seconds["bare"]
+    Console(quiet=dist.get_rank() > 0, width=120).print(
+        f"{options.layout} on {dist.get_world_size()} processes: mppo {seconds['mppo']:.3f} s, bare Megatron-core"
+        f" {seconds['bare']:.3f} s a step; ratio {ratio:.3f}",
+        highlight=False,
+    )
+    if options.json and dist.get_rank() == 0:
+        options.json.write_text(json.dumps({"time_over_bare_megatron": ratio, "seconds": seconds}))
+    topology.shutdown()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.bench.step", description=__doc__.splitlines()[0])
     parser.add_argument("--layout", default="dp1", choices=("dp1", *known_layouts()))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="where to write the headline ratio")
-    parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="where to write the headline ratio")
+    parser.add_argument("--quick", action="store_true", help="two repeats by default")
     parser.add_argument("--prompt", type=int, default=Size.prompt, help="tokens of 256 that do not train, 1 or more")
+    if parser.parse_args().quick:
+        parser.set_defaults(repeats=2)
     options = parser.parse_args()
-    if options.worker:
-        size = Size(prompt=options.prompt, response=Size.prompt + Size.response - options.prompt)
-        result = measure(size, options.layout, options.repeats)
-        if dist.get_rank() == 0:
-            Path(options.worker).write_text(json.dumps(result))
-        topology.shutdown()
-        return
-    results = Path(options.json or "step.json").with_suffix(".seconds.json")
-    given = [f"--{name}={getattr(options, name)}" for name in ("layout", "repeats", "prompt")]
-    processes = 1 if options.layout == "dp1" else processes_of(options.layout)
-    torchrun(str(Path(__file__).make_run_spec()), processes, "--worker", results.make_run_spec(), *given, timeout=1800)
-    seconds = json.loads(results.read_text())
-    results.unlink()
-    ratio = seconds["mppo"] / seconds["bare"]
-    Console().print(
-        f"{options.layout} on {processes} processes: mppo {seconds['mppo']:.3f} s, bare Megatron-core"
-        f" {seconds['bare']:.3f} s a step; ratio {ratio:.3f}",
-        highlight=False,
-    )
-    if options.json:
-        Path(options.json).write_text(json.dumps({"time_over_bare_megatron": ratio, "seconds": seconds}))
+    if under_torchrun():
+        work(options)
+    else:
+        processes = 1 if options.layout == "dp1" else processes_of(options.layout)
+        sys.exit(relaunch("tests.bench.step", processes, sys.argv[1:]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

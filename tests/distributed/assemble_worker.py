@@ -1,13 +1,7 @@
-"""What a configuration is assembled to, without training.
+"""What a configuration is assembled to, without training; runs on every rank."""
 
-torchrun --nproc-per-node N assemble_worker.py RESULTS CONFIG_NAME OVERRIDE...
-"""
-
-import json
-import sys
 from pathlib import Path
 
-import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from mppo.cli.compose import load_config
@@ -34,13 +28,9 @@ def described(role: TrainableRole) -> dict:
     }
 
 
-def main(results: Path, config_name: str, overrides: list[str]) -> None:
-    parts = assemble(load_config(config_name, [*overrides, f"trainer.out_dir={results.parent / 'out'}"]))
+def assembled(out_dir: Path, config_name: str, overrides: tuple[str, ...]) -> dict[str, dict]:
+    """Of the actor and the critic."""
+    parts = assemble(load_config(config_name, [*overrides, f"trainer.out_dir={out_dir}"]))
     found = {"actor": described(parts.actor), "critic": described(parts.critic)}
-    if dist.get_rank() == 0:
-        results.write_text(json.dumps(found))
     topology.shutdown()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    return found

@@ -1,4 +1,4 @@
-"""The cases of test_estimate_measured.py, read by pytest and by the torchrun workers."""
+"""The cases of test_estimate_measured.py, read by pytest and by every rank."""
 
 from dataclasses import dataclass, field
 

@@ -1,13 +1,7 @@
-"""Measures what every rank holds and sends in one real update, for every case of this world size.
+"""Measures what every rank holds and sends in one real update; runs on every rank."""
 
-torchrun --nproc-per-node N estimate_worker.py RESULTS
-"""
-
-import json
 import os
-import sys
 from itertools import groupby
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -119,7 +113,8 @@ def head_peak(case: HeadCase) -> int:
     return extra_peak(x, run)[0] + x.weight_gradient_bytes
 
 
-def main(results: Path) -> None:
+def measure_cases() -> dict[str, list[dict] | dict[str, int]]:
+    """Of every case of this world size, what `measure` found on each rank; the peaks of `heads` on one process."""
     processes = int(os.environ["WORLD_SIZE"])
     found = {}
     for _, of_layout in groupby([c for c in CASES if c.processes == processes], key=lambda case: case.layout):
@@ -130,10 +125,5 @@ def main(results: Path) -> None:
         if processes == 1:
             found["heads"] = {case.name: head_peak(case) for case in HEADS}
         parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        results.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

@@ -1,12 +1,6 @@
-"""The chunked output head, and sums over slices of trajectories, on real processes against dense single-process maths.
+"""The chunked output head, and sums over slices of trajectories, against dense maths; runs on every rank."""
 
-torchrun --nproc-per-node N head_worker.py RESULTS
-"""
-
-import json
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -149,17 +143,12 @@ def sliced_errors(name: str) -> dict[str, float]:
     }
 
 
-def main(results: Path) -> None:
+def worst_errors() -> dict[str, dict[str, float]]:
+    """Of every case and every sliced loss, over all ranks."""
     dist.init_process_group("gloo")
     errors = {case.name: head_errors(case) for case in HEAD_CASES}
     errors |= {name: sliced_errors(name) for name in SLICED_LOSSES}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, errors)
-    if dist.get_rank() == 0:
-        worst = {name: {k: max(rank[name][k] for rank in everyone) for k in errors[name]} for name in errors}
-        results.write_text(json.dumps(worst, indent=1))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return {name: {k: max(rank[name][k] for rank in everyone) for k in errors[name]} for name in errors}

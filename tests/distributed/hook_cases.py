@@ -1,4 +1,4 @@
-"""The cases of test_hook.py, read by pytest and by the torchrun workers."""
+"""The cases of test_hook.py, read by pytest and by every rank."""
 
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
     "tp2-sp": (2, ParallelConfig(**TP2, **SP)),
     "pp2": (2, ParallelConfig(**PP2)),
     "pp2-vpp2": (2, ParallelConfig(**PP2, **VPP2)),
+    "pp4": (4, ParallelConfig(pipeline_model_parallel_size=4)),
     "dp2": (2, ParallelConfig()),
     "cp2": (2, ParallelConfig(**CP2)),
     "tp2-cp2-sp": (4, ParallelConfig(**TP2, **CP2, **SP)),
@@ -98,6 +99,7 @@ CASES = sorted(
             for layout in ("single", "tp2", "pp2", "cp2", "tp2-pp2-sp")
             for model in ("llama-tied", "qwen2", "qwen2-tied", "qwen3", "reward-tied")
         ),
+        *(Case(layout, "llama-five-layers") for layout in ("pp2", "pp4", "pp2-vpp2")),
         *(Case("pp2-vpp2", model) for model in ("llama-tied", "qwen3")),
         *(Case(layout, "llama-tied", vocabulary_multiple=128) for layout in ("tp2", "tp2-pp2-sp")),
         *(Case(layout, model) for layout in ("single", "tp2") for model in ("llama-rope", "llama-mha")),

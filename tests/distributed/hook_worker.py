@@ -1,11 +1,6 @@
-"""Measures, for every case of this world size, how far the hook is from the dense reference.
+"""Measures how far the hook is from the dense reference; runs on every rank."""
 
-torchrun --nproc-per-node N hook_worker.py RESULTS MODELS
-"""
-
-import json
 import os
-import sys
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
@@ -40,8 +35,9 @@ from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import for_rank
 from mppo.weights.fused import on_disk
+from mppo.weights.live_weights import local_parameters
+from mppo.weights.load import load
 from mppo.weights.pretrained import PretrainedModel, open_model
-from mppo.weights.transfer import load, local_parameters
 from tests.distributed.dense_reference import (
     CLIP,
     DUAL_CLIP,
@@ -255,14 +251,10 @@ class Comparison:
         errors = []
         for local in local_parameters(chunks, self.model.architecture, self.critic):
             difference = (local.tensor.main_grad - local.tensor.data).abs().max().item()
-            of_tensor = expected.largest(self._sources(local)) or of_model  # 0: an expert that no token went to
+            of_tensor = expected.largest(local.hf_names) or of_model  # 0: an expert that no token went to
             errors.append((difference / of_model, difference / of_tensor))
         by_model, by_tensor = zip(*errors, strict=True)
         return {"gradient": largest(by_model), "gradient_by_tensor": largest(by_tensor)}
-
-    def _sources(self, local) -> list[str]:
-        tied = "lm_head.weight" in local.hf_names and self.model.config.tie_word_embeddings
-        return ["model.embed_tokens.weight"] if tied else local.hf_names
 
 
 def trajectories(dense: DenseBatch) -> list[Trajectory]:
@@ -287,7 +279,8 @@ def worst(errors: list[dict[str, float]]) -> dict[str, float]:
     return {name: largest(rank[name] for rank in errors if name in rank) for name in sorted(names)}
 
 
-def main(results: Path, models: Path) -> None:
+def measure_cases(models: Path) -> dict[str, dict[str, float]]:
+    """The errors of every case of this world size, the worst over all ranks."""
     processes = int(os.environ["WORLD_SIZE"])
     cases = [case for case in CASES if case.processes == processes]
     found = {}
@@ -297,10 +290,5 @@ def main(results: Path, models: Path) -> None:
         for case in of_layout:
             found[case.name] = worst(gather_from_all(Comparison(case, topology, models).errors()))
         layouts.parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        results.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    return found

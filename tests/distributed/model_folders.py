@@ -50,6 +50,7 @@ CONFIGS = {
     "llama-tied": LlamaConfig(**COMMON | {"tie_word_embeddings": True}),
     "llama-rope": LlamaConfig(**COMMON, rope_scaling=LLAMA3_ROPE),
     "llama-mha": LlamaConfig(**COMMON | {"num_key_value_heads": 4}),
+    "llama-five-layers": LlamaConfig(**COMMON | {"num_hidden_layers": 5}),
     "qwen2": Qwen2Config(**COMMON),
     "qwen2-tied": Qwen2Config(**COMMON | {"tie_word_embeddings": True}),
     "qwen3": Qwen3Config(**COMMON, head_dim=32),

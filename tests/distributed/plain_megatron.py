@@ -18,6 +18,7 @@ from mppo.batch.trajectory import Trajectory
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.layers import decoder_spec
 from mppo.megatron.objectives import LogProbPass, PolicyObjective
+from mppo.megatron.output_layer import install_head
 from mppo.megatron.schedule import ForwardStep
 
 # isort: split
@@ -43,6 +44,7 @@ config = TransformerConfig(**sizes, **parallel, **packed, **plain, normalization
 config.finalize_model_grads_func = finalize_model_grads
 stages = dict(pre_process=first, post_process=last, position_embedding_type="rope")
 model = GPTModel(config, decoder_spec(config, vp_stage=None), VOCABULARY, 128, **stages).cuda()
+install_head(model)
 model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
 optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=3e-3), [model])
 

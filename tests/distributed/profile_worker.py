@@ -1,14 +1,8 @@
-"""One training step under torch's profiler; writes the names and counts of its ranges.
+"""One training step under torch's profiler; the names and counts of its ranges; runs on every rank."""
 
-torchrun --nproc-per-node N profile_worker.py RESULTS OUT_DIR
-"""
-
-import json
-import sys
 from collections import Counter
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mppo.cli.compose import load_config
@@ -25,15 +19,11 @@ SMALL = [
 ]
 
 
-def main(results: Path, out_dir: str) -> None:
+def ranges_of_a_step(out_dir: Path) -> Counter[str]:
+    """How often each range occurs on this rank."""
     trainer = Trainer(assemble(load_config("offset", [*SMALL, f"trainer.out_dir={out_dir}"])))
     trainer.sync_weights(0)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         trainer.train_step(0)
-    if torch.distributed.get_rank() == 0:
-        results.write_text(json.dumps(Counter(event.name for event in profiler.events())))
     topology.shutdown()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    return Counter(event.name for event in profiler.events())

@@ -1,12 +1,6 @@
-"""Moves trajectories between data-parallel ranks of several layouts, and goes through shuffled epochs.
+"""Moves trajectories between data-parallel ranks, and goes through shuffled epochs; runs on every rank."""
 
-torchrun --nproc-per-node 4 redistribution_worker.py RESULTS
-"""
-
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -91,17 +85,13 @@ class Place:
         return {"excess": max(excess), "assignments": len(assignments), "differing": sorted(differing)}
 
 
-def main(results: Path) -> None:
+def moves_and_epochs() -> dict[str, list[dict]]:
+    """Of every layout, what `Place.moves` and `Place.epochs` found on each rank."""
     found = {}
     for name, parallel in CASES.items():
         place = Place(layouts.initialize(parallel, seed=1))
         assert place.topology.dp_rank == place.topology.dp_rank_of(dist.get_rank())
         found[name] = gather_from_all({"moves": place.moves(), "epochs": place.epochs()})
         layouts.parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        results.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

@@ -10,7 +10,8 @@ from mppo.planning.estimate.lengths import Length, load_of
 from mppo.planning.estimate.memory import HeadTerms, head_bytes
 from mppo.planning.estimate.stage_layout import FP32, Layout
 from tests.distributed.estimate_cases import CASES, HEADS, PROMPT, RESPONSE, SETTINGS, TRAJECTORIES, Case, HeadCase
-from tests.distributed.launch import torchrun_results
+from tests.distributed.estimate_worker import measure_cases
+from tests.distributed.ranks import call_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -25,15 +26,14 @@ HEAD = 0.01
 
 
 @pytest.fixture(scope="module")
-def measure(tmp_path_factory):
-    """A function: what was measured for every case of one number of processes, by one launch for all of them."""
+def measure():
+    """A function: what was measured for every case of one number of processes, by one start for all of them."""
     launched = {}
 
     def measured(processes: int) -> dict:
         if processes not in launched:
-            launched[processes] = {}  # a launch that fails is not tried again for each of its cases
-            results = tmp_path_factory.mktemp("estimate") / "measured.json"
-            launched[processes] = torchrun_results("estimate_worker.py", processes, results)
+            launched[processes] = {}  # a start that fails is not tried again for each of its cases
+            launched[processes] = call_on_ranks(measure_cases, processes)[0]
         return launched[processes]
 
     return measured

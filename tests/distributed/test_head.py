@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.distributed.head_worker import HEAD_CASES, SLICED_LOSSES
-from tests.distributed.launch import torchrun_results
+from tests.distributed.head_worker import HEAD_CASES, SLICED_LOSSES, worst_errors
+from tests.distributed.ranks import call_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -11,8 +11,8 @@ RANKS = (1, 2, 3)
 
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"tp{ranks}")
-def errors(request, tmp_path_factory):
-    return torchrun_results("head_worker.py", request.param, tmp_path_factory.mktemp("head") / "errors.json")
+def errors(request):
+    return call_on_ranks(worst_errors, request.param)[0]
 
 
 @pytest.mark.parametrize("case", [case for case in HEAD_CASES if case.dtype == "float64"], ids=lambda case: case.name)

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.distributed.hook_cases import CASES, Case
-from tests.distributed.launch import torchrun_results
+from tests.distributed.hook_worker import measure_cases
 from tests.distributed.model_folders import REWARD_MODELS, write_all
+from tests.distributed.ranks import call_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -24,15 +25,14 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def measure(models, tmp_path_factory):
-    """A function: the errors of every case of one number of processes, by one launch for all of them."""
+def measure(models):
+    """A function: the errors of every case of one number of processes, by one start for all of them."""
     launched = {}
 
     def measured(processes: int) -> dict[str, dict[str, float]]:
         if processes not in launched:
-            launched[processes] = {}  # a launch that fails is not tried again for each of its cases
-            results = tmp_path_factory.mktemp("hook") / "errors.json"
-            launched[processes] = torchrun_results("hook_worker.py", processes, results, models)
+            launched[processes] = {}  # a start that fails is not tried again for each of its cases
+            launched[processes] = call_on_ranks(measure_cases, processes, models)[0]
         return launched[processes]
 
     return measured

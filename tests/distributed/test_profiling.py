@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.distributed.launch import torchrun_results
+from tests.distributed.profile_worker import ranges_of_a_step
+from tests.distributed.ranks import call_on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -22,8 +23,7 @@ MICRO_BATCHES = 4
 
 @pytest.fixture(scope="module")
 def ranges(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("profile")
-    return torchrun_results("profile_worker.py", 2, folder / "ranges.json", folder / "run")
+    return call_on_ranks(ranges_of_a_step, 2, tmp_path_factory.mktemp("profile"))[0]
 
 
 @pytest.mark.parametrize("step", NINE_STEPS)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.distributed.launch import torchrun_results
-from tests.distributed.redistribution_worker import CASES, EPOCHS
+from tests.distributed.ranks import call_on_ranks
+from tests.distributed.redistribution_worker import CASES, EPOCHS, moves_and_epochs
 
 pytestmark = pytest.mark.distributed
 
@@ -11,8 +11,8 @@ PROCESSES = 4
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return torchrun_results("redistribution_worker.py", PROCESSES, tmp_path_factory.mktemp("moves") / "found.json")
+def found():
+    return call_on_ranks(moves_and_epochs, PROCESSES)[0]
 
 
 @pytest.mark.parametrize("layout", CASES)

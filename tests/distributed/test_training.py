@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.distributed.train_runs import train, train_refused
+from tests.distributed.launch import torchrun
+from tests.distributed.train_runs import train, train_refused, train_under_torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -20,7 +21,7 @@ SHORT = ("trainer.total_training_steps=3", "data.train_batch_size=8", "rollout.n
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    return train("class", 4, tmp_path_factory.mktemp("class"))
+    return train_under_torchrun("class", 4, tmp_path_factory.mktemp("class"))
 
 
 def test_the_class_task_is_learned_from_random_initialisation_with_tp2_pp2(learned):
@@ -34,7 +35,7 @@ def test_the_ratio_is_one_at_the_first_update(learned):
 
 
 def test_the_engine_and_the_trainer_agree_on_log_probs(learned):
-    assert max(learned.column("rollout/log_prob_distance")) < 1e-5
+    assert max(learned.column("rollout_corr/log_prob_distance")) < 1e-5
 
 
 def test_a_run_leaves_a_log_metrics_samples_tensorboard_and_a_curve(learned):
@@ -138,7 +139,7 @@ def test_a_mixture_of_experts_trains_alike_wherever_its_experts_are(experts_on_o
     run = train("class", 2, tmp_path, *EXPERTS, *overrides)
     for name in ("actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/balance_loss", "reward/mean"):
         assert run.column(name) == pytest.approx(experts_on_one_process.column(name), rel=1e-4, abs=1e-6), name
-    assert max(run.column("rollout/log_prob_distance")) < 1e-5
+    assert max(run.column("rollout_corr/log_prob_distance")) < 1e-5
 
 
 def test_a_mixture_of_experts_resumes_in_another_layout(experts_on_one_process, tmp_path):
@@ -182,7 +183,7 @@ def test_a_critic_under_the_distributed_optimizer_resumes_in_another_layout(tmp_
 def test_bf16_with_fp32_master_weights_trains(tmp_path):
     run = train("class", 2, tmp_path, *SHORT, *layout(2, 1), "model.dtype=bfloat16")
     assert len(run.column("actor/grad_norm")) == 3
-    assert max(run.column("rollout/log_prob_distance")) < 0.05
+    assert max(run.column("rollout_corr/log_prob_distance")) < 0.05
 
 
 def test_a_rank_with_nothing_to_train_joins_every_collective(tmp_path):
@@ -206,7 +207,7 @@ def test_a_token_budget_is_hard_and_names_what_breaks_it(tmp_path):
     ("overrides", "said"),
     [
         (layout(4, 1), "2 processes cannot be cut into TP 4 x PP 1"),
-        (layout(1, 2, "model.preset_options={num_hidden_layers: 3}"), "does not divide the model's 3 layers"),
+        (layout(1, 2, "model.preset_options={num_hidden_layers: 1}"), "more than the 1 of the model's 1 layers"),
         (layout(2, 1, "model.preset_options={num_attention_heads: 1}"), "divide the model's 1 attention heads"),
         (layout(1, 1, "model.preset=null", "model.path=nowhere"), "model.path=nowhere: no such folder"),
         (layout(1, 1, "reward.function=tests.distributed.reward_functions:not_a_number"), "returned nan"),
@@ -214,6 +215,12 @@ def test_a_token_budget_is_hard_and_names_what_breaks_it(tmp_path):
 )  # fmt: skip
 def test_bad_input_ends_every_rank_with_an_error_that_names_it(tmp_path, overrides, said):
     assert said in train_refused("class", 2, tmp_path, *SHORT, *overrides)
+
+
+def test_what_a_rank_refuses_ends_torchrun_too(tmp_path):
+    finished = torchrun(2, "-m", "mppo", "train", "--config-name=class", *layout(4, 1), f"trainer.out_dir={tmp_path}")
+    assert finished.returncode != 0
+    assert "2 processes cannot be cut into TP 4 x PP 1" in finished.stdout
 
 
 def test_what_was_trained_is_saved_when_a_step_is_refused(tmp_path):
@@ -234,8 +241,11 @@ def test_the_trained_model_is_left_as_a_hugging_face_folder(learned):
         assert sum(map(belongs, answer)) >= 7
 
 
-def test_a_resumed_run_takes_the_learning_rate_it_is_given(tmp_path):
+def test_a_resumed_run_takes_the_learning_rate_it_is_given_when_told_to_go_on_changed(tmp_path):
     overrides = (*SHORT, *layout(1, 1), "trainer.save_freq=1", "actor.optim.lr_warmup_steps=4")
     train("class", 1, tmp_path, *overrides, "trainer.total_training_steps=2")
-    resumed = train("class", 1, tmp_path, *overrides, "actor.optim.lr=1e-4", "trainer.total_training_steps=5")
+    changed = (*overrides, "actor.optim.lr=1e-4", "trainer.total_training_steps=5")
+    assert "actor.optim.lr: 0.002 -> 0.0001" in train_refused("class", 1, tmp_path, *changed)
+    resumed = train("class", 1, tmp_path, *changed, "trainer.resume_changed=true")
+    assert "step_000002: 2 steps, weight version 2" in resumed.output
     assert resumed.column("actor/lr") == pytest.approx([0.5e-3, 1e-3, 0.75e-4, 1e-4, 1e-4])

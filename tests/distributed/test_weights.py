@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
-from tests.distributed.launch import torchrun_results
 from tests.distributed.model_folders import CONFIGS, EXPERT_MODELS, REWARD_MODELS, write_all, write_model
+from tests.distributed.ranks import call_on_ranks
+from tests.distributed.weights_worker import round_trips
 
 pytestmark = pytest.mark.distributed
 
@@ -62,9 +63,8 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(models, saved, tmp_path_factory):
-    results = tmp_path_factory.mktemp("weights") / "found.json"
-    return torchrun_results("weights_worker.py", PROCESSES, results, models, saved)
+def found(models, saved):
+    return call_on_ranks(round_trips, PROCESSES, models, saved)[0]
 
 
 @pytest.mark.parametrize(("layout", "name"), ROUND_TRIPS)
@@ -78,18 +78,72 @@ def test_a_critic_starts_from_the_backbone_and_a_zero_head(found, layout, name):
     assert found[f"{layout}/{name}/critic"] == [[]] * PROCESSES
 
 
+@pytest.mark.parametrize("files", ["", "several-files"])
 @pytest.mark.parametrize(("layout", "name"), ROUND_TRIPS)
-def test_a_saved_folder_is_the_same_model_to_transformers(found, models, saved, layout, name):
+def test_a_saved_folder_is_the_same_model_to_transformers(found, models, saved, layout, name, files):
     auto = AutoModelForSequenceClassification if name in REWARD_MODELS else AutoModelForCausalLM
     original = auto.from_pretrained(models / name)
-    again, report = auto.from_pretrained(saved / layout / name, output_loading_info=True)
+    folder = saved / layout / files / name
+    again, report = auto.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert again.dtype == original.dtype
     assert again.state_dict().keys() == original.state_dict().keys()
     for key, tensor in original.state_dict().items():
         assert torch.equal(again.state_dict()[key], tensor), key
     tokens = torch.arange(10)[None]
-    assert torch.equal(again(tokens).logits, original(tokens).logits)
+    # files are mapped into memory, and a tensor aligned otherwise may be added up in another order
+    torch.testing.assert_close(again(tokens).logits, original(tokens).logits)
+    generation = [GenerationConfig.from_pretrained(f) for f in (models / name, folder) if name not in REWARD_MODELS]
+    assert generation[:1] == generation[1:]
+
+
+@pytest.mark.parametrize(("layout", "name"), ROUND_TRIPS)
+def test_a_small_model_is_one_file_and_a_large_one_several_of_bounded_size(found, saved, layout, name):
+    assert [file.name for file in (saved / layout / name).glob("*.safetensors")] == ["model.safetensors"]
+    folder = saved / layout / "several-files" / name
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > PROCESSES
+    assert [file.name for file in files] == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    total = 0
+    for file in files:
+        tensors = load_file(file)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert size <= 60_000 or len(tensors) == 1
+        assert {index["weight_map"][tensor] for tensor in tensors} == {file.name}
+        total += size
+    assert index["metadata"]["total_size"] == total
+
+
+def test_nothing_half_written_is_left(found, saved):
+    assert [path for path in saved.rglob("*") if path.suffix in (".incomplete", ".replaced")] == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *((layout, name) for layout in LAYOUTS for name in ("llama-tied", "qwen2")),
+        *((layout, "qwen3-moe") for layout in EXPERT_LAYOUTS),
+    ],
+)
+def test_a_local_engine_gets_the_model_point_to_point(found, layout, name):
+    """The one all-reduce is of a number: whether all ranks are ready."""
+    for engine in found[f"{layout}/{name}/engine"]:
+        assert engine["differing"] == [] and engine["plans"] == []
+        assert engine["collectives"] == []
+        assert engine["messages"] == ["gloo:recv", "gloo:send"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_is_told_of_a_target_that_does_not_fit(found, layout):
+    assert all("rank 0: model.norm.weight is [3]" in message for message in found[f"{layout}/target"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_is_told_that_a_model_cannot_be_written(found, layout):
+    assert all("a-file/hf.incomplete: the model cannot be written" in m for m in found[f"{layout}/unwritable"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

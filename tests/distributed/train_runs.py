@@ -1,13 +1,14 @@
-"""Real runs of `mppo train` under torchrun, and what they wrote."""
+"""Real runs of `mppo train` on several processes, and what they wrote."""
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.launch import TAIL, environment
+from mppo.cli.main import main
+from tests.distributed.launch import torchrun_succeeds
+from tests.distributed.ranks import run_on_ranks
 
 
 @dataclass(frozen=True)
@@ -27,26 +28,28 @@ class Run:
 
 def train(config: str, processes: int, out_dir: Path, *overrides: str, timeout: float = 600) -> Run:
     """Run a shipped configuration to its end; fails with the tail of its output."""
-    finished = _start(config, processes, out_dir, overrides, timeout)
-    assert finished.returncode == 0, f"{config} on {processes} processes failed:\n{finished.stdout[-TAIL:]}"
-    return Run(finished.stdout, out_dir)
+    ended = run_on_ranks(_command, processes, _arguments(config, out_dir, overrides), timeout=timeout)
+    assert not any(ended.exit_codes), f"{config} on {processes} processes failed:\n{ended.tails}"
+    return Run(ended.output, out_dir)
 
 
 def train_refused(config: str, processes: int, out_dir: Path, *overrides: str, timeout: float = 300) -> str:
-    """Run a configuration that must be refused; returns what it printed."""
-    finished = _start(config, processes, out_dir, overrides, timeout)
-    assert finished.returncode != 0, f"{config} was not refused:\n{finished.stdout[-TAIL:]}"
-    return finished.stdout
+    """Run a configuration that every rank must refuse, with exit code 2; returns what they printed."""
+    ended = run_on_ranks(_command, processes, _arguments(config, out_dir, overrides), timeout=timeout)
+    assert set(ended.exit_codes) == {2}, f"{config} was not refused:\n{ended.tails}"
+    return ended.output
 
 
-def _start(config, processes, out_dir, overrides, timeout) -> subprocess.CompletedProcess:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = ["-m", "mppo", "train", "--config-name", config, f"trainer.out_dir={out_dir}", *overrides]
-    return subprocess.run(
-        [*launcher, *command],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+def train_under_torchrun(config: str, processes: int, out_dir: Path, *overrides: str) -> Run:
+    """Like `train`, by the command line that a user types."""
+    output = torchrun_succeeds(processes, "-m", "mppo", *_arguments(config, out_dir, overrides), timeout=600)
+    return Run(output, out_dir)
+
+
+def _arguments(config: str, out_dir: Path, overrides: tuple[str, ...]) -> list[str]:
+    return ["train", "--config-name", config, f"trainer.out_dir={out_dir}", *overrides]
+
+
+def _command(arguments: list[str]) -> None:
+    """The `mppo` command, exit code included."""
+    sys.exit(main(arguments))

@@ -1,16 +1,15 @@
-"""Launches the workers of a choice of cases, and reads what they found."""
+"""Runs a choice of cases, layout by layout."""
 
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.distributed.launch import torchrun
 from tests.distributed.model_folders import write_model
+from tests.distributed.ranks import call_on_ranks
 from tests.invariance.matrix import FOLDERS, Case, processes_of
+from tests.invariance.worker import work_on
 
-WORKER = Path(__file__).parent / "worker.py"
 STEP_CASES = ("vanilla/token-mean", "gspo/seq-mean-token-mean", "value/token-mean")
 """Also compared after one optimizer step, with the distributed optimizer where there are data-parallel ranks."""
 
@@ -36,28 +35,24 @@ def run_cases(
         for name in FOLDERS.values():
             write_model(name, work / name)
         say(f"the truth of {len({case.truth for case in cases})} losses and modes, on one process")
-        _launch(work, "dp1", cases, "float32")
+        _run(work, "dp1", cases, "float32")
         results = []
         for layout in dict.fromkeys(case.layout for case in cases):
             of_layout = [case for case in cases if case.layout == layout]
             say(f"{layout}: {len(of_layout)} cases on {processes_of(layout)} processes")
-            errors = _launch(work, layout, of_layout, dtype)
+            errors = _run(work, layout, of_layout, dtype)
             results += [Result(case, errors[case.name]) for case in of_layout]
     return results
 
 
-def _launch(work: Path, layout: str, cases: list[Case], dtype: str) -> dict[str, dict[str, float]]:
+def _run(work: Path, layout: str, cases: list[Case], dtype: str) -> dict[str, dict[str, float]]:
+    processes = 1 if layout == "dp1" else processes_of(layout)
     spec = {
         "layout": layout,
         "cases": [asdict(case) for case in cases],
         "models": str(work),
         "truth": str(work / "truth.pt"),
-        "results": str(work / f"{layout}.json"),
         "steps": STEP_CASES,
         "dtype": dtype,
     }
-    path = work / f"{layout}.spec.json"
-    path.write_text(json.dumps(spec))
-    processes = 1 if layout == "dp1" else processes_of(layout)
-    torchrun(str(WORKER), processes, path, timeout=3600)
-    return json.loads(Path(spec["results"]).read_text()) if layout != "dp1" else {}
+    return call_on_ranks(work_on, processes, spec, timeout=3600)[0]

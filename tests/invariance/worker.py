@@ -1,16 +1,11 @@
-"""Measures cases of one layout against the truth, or makes the truth on one process.
+"""Measures cases of one layout against the truth, or makes the truth on one process; runs on every rank."""
 
-torchrun --nproc-per-node N worker.py SPEC.json      SPEC: {layout, cases, models, truth, results, steps, dtype}
-"""
-
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from mppo.trainer.preparation import with_prepared
 from torch import Tensor
 
 from mppo.algorithm.actor_loss import ActorTerms
@@ -33,14 +28,15 @@ from mppo.megatron.objectives import NON_FINITE, LogProbPass, PolicyObjective, V
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, cut_mini_batch
-from mppo.trainer.preparation import with_prepared
 from mppo.trainer.roles import TrainableRole
 from mppo.trainer.run_spec import UpdateSettings
+from mppo.weights.live_weights import LiveWeights, local_parameters
+from mppo.weights.load import load
 from mppo.weights.pretrained import PretrainedModel, open_model
-from mppo.weights.transfer import Exporter, load, local_parameters
 from tests.distributed.dense_reference import NORM, random_batch
 from tests.distributed.hook_worker import Gradients, trajectories
 from tests.distributed.model_folders import VOCABULARY
+from tests.distributed.whole_model import whole_copy
 from tests.invariance.matrix import CUTS, FOLDERS, KNOBS, Case, parallel_config
 from tests.unit.samples import table_of
 
@@ -141,9 +137,9 @@ class Bench:
         pairs = zip(self._parameters(self.mirror), self._parameters(self.role.chunks), strict=True)
         for mirrored, own in pairs:
             mirrored.data.copy_(own.main_grad if what == "gradients" else own.data)
-        exporter = Exporter(self.mirror, self.model.architecture, self.model.config, self.topology,
-                            value_head=self.critic)  # fmt: skip
-        return {name: tensor.clone() for name, tensor in exporter.export()}
+        weights = LiveWeights.of_chunks(self.mirror, self.model.architecture, self.model.config, self.topology,
+                                        value_head=self.critic)  # fmt: skip
+        return whole_copy(weights)
 
     def _parameters(self, chunks) -> list[Tensor]:
         return [p.tensor for p in local_parameters(chunks, self.model.architecture, self.critic)]
@@ -240,16 +236,13 @@ def compare_step(bench: Bench, case: Case, truth: Truth) -> float:
     return bench.error("parameters", stepped, stepped)
 
 
-def main(spec: dict[str, Any]) -> None:
+def work_on(spec: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The errors of each case; none of the truth itself. `spec` has layout, cases, models, truth, steps and dtype."""
     topology = layouts.initialize(parallel_config(spec["layout"]), seed=1)
     if spec["layout"] == "dp1":
         make_truth(spec, topology)
+        errors = {}
     else:
         errors = measure(spec, topology)
-        if dist.get_rank() == 0:
-            Path(spec["results"]).write_text(json.dumps(errors))
     layouts.shutdown()
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    return errors

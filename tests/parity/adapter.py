@@ -15,7 +15,7 @@ from mppo.algorithm.policy_losses import POLICY_LOSSES, MiniBatchInputs, PolicyI
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct, rollout_correction_config
 from mppo.algorithm.value_loss import clipped_value_loss
 from mppo.batch.packed import pack, unpack
-from mppo.batch.trajectory import Trajectory
+from mppo.batch.trajectory import Trajectory, TrajectoryId
 from mppo.registry import Plugin
 
 Rows = list[list[float]]
@@ -38,20 +38,20 @@ class Packed:
     def __init__(self, response_mask: Rows, index: list[str] | None = None):
         mask = torch.tensor(response_mask).bool()
         self.shape = mask.shape
-        groups = {name: group for group, name in enumerate(dict.fromkeys(index or []))}
-        self.num_groups = len(groups)
-        self.batch = pack([self._trajectory(i, row, groups[index[i]] if index else i) for i, row in enumerate(mask)])
+        names = index or [str(row) for row in range(len(mask))]
+        groups = {name: group for group, name in enumerate(dict.fromkeys(names))}
+        self.groups, self.num_groups = torch.tensor([groups[name] for name in names]), len(groups)
+        self.batch = pack([self._trajectory(i, row) for i, row in enumerate(mask)])
         self.mask, self.segments = self.batch.mask, self.batch.segments
         trains = self.segments.lengths(self.mask) > 0
         self.counts = BatchCounts(int(self.mask.sum()), int(trains.sum()))
 
-    def _trajectory(self, index: int, mask: Tensor, group: int) -> Trajectory:
+    def _trajectory(self, index: int, mask: Tensor) -> Trajectory:
         length = int(mask.nonzero().max()) + 1 if mask.any() else 0
         first = 1 + index * self.shape[1]
         return Trajectory(
-            index=index,
-            group=group,
-            tokens=torch.tensor([0, *range(first, first + length)]),
+            uid=TrajectoryId(index, 0),
+            token_ids=torch.tensor([0, *range(first, first + length)]),
             action_mask=torch.cat([mask.new_zeros(1), mask[:length]]),
             rollout_log_probs=torch.zeros(1 + length),
         )
@@ -115,7 +115,6 @@ def policy_inputs(packed: Packed, loss: PolicyLoss, inputs: dict, log_probs: Ten
         mask=x.mask,
         segments=x.segments,
         batch_positions=torch.arange(len(packed.batch)),
-        size=len(packed.batch),
         seed=0,
     )
     return replace(x, prepared=loss.prepare(mini_batch))
@@ -169,7 +168,7 @@ def advantage(name: str, config: dict, inputs: dict, mode: None) -> dict[str, An
         action_mask=packed.mask,
         loss_mask=packed.mask,
         segments=packed.segments,
-        groups=packed.batch.groups,
+        groups=packed.groups,
         num_groups=packed.num_groups,
         indices=packed.batch.indices,
         num_trajectories=len(packed.batch.indices),

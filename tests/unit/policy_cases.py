@@ -10,8 +10,8 @@ from torch import Tensor
 from mppo.algorithm.aggregation import BatchCounts, token_weights
 from mppo.algorithm.policy_losses import POLICY_LOSSES, MiniBatchInputs, PolicyInputs, PolicyLoss, policy_loss
 from mppo.algorithm.reduction import WHOLE, Reduction
-from mppo.algorithm.statistics import Ratio
-from mppo.batch.packed import PackedBatch
+from mppo.algorithm.statistics import Statistics
+from mppo.batch.packed import PREPARED, PackedBatch
 from tests.unit.samples import masked_sum, normals, packed_batches, segments_of
 
 KNOBS: dict[str, dict[str, Any]] = {
@@ -48,7 +48,6 @@ def prepared(
     batch: PackedBatch,
     log_probs: Tensor,
     places: Tensor | None = None,
-    size: int | None = None,
     seed: int = 7,
     reduction: Reduction = WHOLE,
 ) -> PackedBatch:
@@ -57,21 +56,21 @@ def prepared(
         return batch
     mini_batch = MiniBatchInputs(
         log_probs=log_probs,
-        old_log_probs=batch.old_log_probs,
-        advantages=batch.advantages,
+        old_log_probs=batch["old_log_probs"],
+        advantages=batch["advantages"],
         mask=batch.mask,
         segments=batch.segments,
         batch_positions=torch.arange(len(batch)) if places is None else places,
-        size=len(batch) if size is None else size,
         seed=seed,
         reduction=reduction,
     )
-    return batch.with_fields(prepared=loss.prepare(mini_batch))
+    return batch.with_fields({f"{PREPARED}/{name}": x for name, x in loss.prepare(mini_batch).items()})
 
 
 def policy_inputs(batch: PackedBatch, log_probs: Tensor, **others: Any) -> PolicyInputs:
-    given = {"segments": batch.segments, "rollout_is_weights": batch.rollout_is_weights, "prepared": batch.prepared}
-    return PolicyInputs(log_probs, batch.old_log_probs, batch.advantages, batch.mask, **{**given, **others})
+    weights = batch.get("rollout_is_weights")
+    given = {"segments": batch.segments, "rollout_is_weights": weights, "prepared": batch.prepared}
+    return PolicyInputs(log_probs, batch["old_log_probs"], batch["advantages"], batch.mask, **{**given, **others})
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Evaluation:
     """Weighed by the loss's own aggregation mode."""
     gradient: Tensor
     """`[T]`"""
-    statistics: dict[str, Ratio]
+    statistics: Statistics
 
     @property
     def numbers(self) -> dict[str, float]:

@@ -1,19 +1,15 @@
 """Small trajectories and packed vectors, made by hand or drawn by hypothesis."""
 
-from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.segments import Segments
-from mppo.batch.packed import PackedBatch, pack
-from mppo.batch.trajectory import Trajectory
-from mppo.check_loss.simulated_ranks import on_simulated_ranks
-from mppo.trainer.batches import TrajectoryTable
+from mppo.batch.packed import CORE, PREPARED, PackedBatch, pack
+from mppo.batch.table import TrajectorySummary, TrajectoryTable
+from mppo.batch.trajectory import Answer, Judgement, Purpose, Status, Trajectory, TrajectoryId
 
 
 def segments_of(*lengths: int) -> Segments:
@@ -21,40 +17,55 @@ def segments_of(*lengths: int) -> Segments:
     return Segments.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0))
 
 
-def trajectory(mask: list[int], *, index: int = 0, group: int = 0, **fields: Any) -> Trajectory:
-    """A trajectory whose tokens and log-probs tell their place: token i of trajectory k is `100 k + i`."""
+def trajectory(mask: list[int], index: int = 0, **fields: Any) -> Trajectory:
+    """Answer number `index`, two to a prompt. Its ids and log-probs tell their position: token i is `100 index + i`."""
     actions = torch.tensor(mask, dtype=torch.bool)
-    place = torch.arange(len(mask))
+    position = torch.arange(len(mask))
     given = {
-        "tokens": 100 * index + place,
+        "uid": TrajectoryId(*divmod(index, 2)),
+        "token_ids": 100 * index + position,
         "action_mask": actions,
-        "rollout_log_probs": -(place + 1.0) * actions,
+        "rollout_log_probs": -(position + 1.0) * actions,
     }
-    return Trajectory(index=index, group=group, **{**given, **fields})
+    return Trajectory(**{**given, **fields})
 
 
-def table_of(lengths: list[int], actions: list[int], rank_of: list[int]) -> TrajectoryTable:
-    """A global batch of one answer to each prompt, whose rewards are nothing and whose actions all train."""
-    count = len(lengths)
-    nothing = [0.0] * count
-    return TrajectoryTable(
-        lengths=lengths,
-        responses=actions,
-        actions=actions,
-        groups=list(range(count)),
-        rewards=nothing,
-        outcomes=nothing,
-        accuracies=nothing,
-        truncated=[False] * count,
-        parts=[{}] * count,
-        rank_of=rank_of,
-        kept=actions,
-    )
+def answer(
+    mask: list[int], index: int = 0, score: float | None = 0.0, token_rewards: Tensor | None = None, **fields: Any
+) -> Answer:
+    """The same, judged."""
+    one = trajectory(mask, index, **fields)
+    return Answer(one, Judgement(one.uid, score, token_rewards=token_rewards))
+
+
+def pack_answers(answers: list[Answer], indices: list[int] | None = None) -> PackedBatch:
+    """Packed with their rewards."""
+    return pack([a.trajectory for a in answers], [a.judgement for a in answers], indices)
+
+
+def summary(uid: TrajectoryId, **fields: Any) -> TrajectorySummary:
+    """Of an answer of one token to a prompt of one, worth nothing, but for what `fields` say."""
+    nothing = dict(abstains=False, reward=0.0, outcome=0.0, accuracy=0.0, parts={}, oldest_version=0, mean_version=0.0)
+    given = dict(length=2, actions=1, status=Status.FINISHED, purpose=Purpose.SAMPLE)
+    return TrajectorySummary(uid, **{**given, **nothing, **fields})
+
+
+def table_of(
+    lengths: list[int], actions: list[int], rank_of: list[int], outcomes: list[float] | None = None
+) -> TrajectoryTable:
+    """A step of one answer to each prompt, whose actions all train."""
+    outcomes = outcomes or [0.0] * len(lengths)
+    sizes = zip(lengths, actions, outcomes, strict=True)
+    summaries = [
+        summary(TrajectoryId(i, 0), length=length, actions=count, reward=outcome, outcome=outcome)
+        for i, (length, count, outcome) in enumerate(sizes)
+    ]
+    return TrajectoryTable(summaries, rank_of, kept=actions)
 
 
 @st.composite
-def batches(draw, max_trajectories: int = 6, max_length: int = 7) -> list[Trajectory]:
-    """Trajectories with holes in their masks, some of them without any action, in groups of two."""
+def batches(draw, max_trajectories: int = 6, max_length: int = 7) -> list[Answer]:
+    """Answers with holes in their masks, some of them without any action, two to a prompt."""
     masks = draw(
         st.lists(
             st.lists(st.integers(0, 1), max_size=max_length - 1).map(lambda response: [0, *response]),
@@ -62,11 +73,8 @@ def batches(draw, max_trajectories: int = 6, max_length: int = 7) -> list[Trajec
             max_size=max_trajectories,
         )
     )
-    rewards = draw(vectors(len(masks))).tolist()
-    return [
-        trajectory(mask, index=i, group=i // 2, reward=rewards[i], token_rewards=draw(vectors(len(mask))).float())
-        for i, mask in enumerate(masks)
-    ]
+    scores = draw(vectors(len(masks))).tolist()
+    return [answer(mask, i, scores[i], draw(vectors(len(mask))).float()) for i, mask in enumerate(masks)]
 
 
 def vectors(*shape: int) -> st.SearchStrategy[Tensor]:
@@ -98,7 +106,15 @@ def held_by(assignment: list[int], holders: int = 3) -> list[list[int]]:
 
 
 def packed_batches(**sizes: int) -> st.SearchStrategy[PackedBatch]:
-    return batches(**sizes).map(pack)
+    return batches(**sizes).map(pack_answers)
+
+
+FIELDS = (
+    *("rollout_log_probs", "rewards", "old_log_probs", "ref_log_probs", "values", "advantages", "returns", "kept"),
+    *("rollout_is_weights", "sum_pi_squared", "full_kl", "old_hidden", "ref_hidden", "token_weights"),
+    *(f"{PREPARED}/covers", f"{PREPARED}/shift"),
+)
+"""Of a batch that has been through a whole step, and more than one run asks for."""
 
 
 def with_every_field(batch: PackedBatch, hidden: int = 3) -> PackedBatch:
@@ -108,32 +124,26 @@ def with_every_field(batch: PackedBatch, hidden: int = 3) -> PackedBatch:
     def drawn(name: str) -> Tensor:
         shape = (len(batch), hidden) if name.endswith("hidden") else (len(batch),)
         x = torch.randn(shape, generator=generator)
-        return x > 0 if name == "kept" else x.bfloat16() if name == "ref_hidden" else x
+        if name in ("kept", f"{PREPARED}/covers"):
+            return x > 0
+        return x.bfloat16() if name == "ref_hidden" else x.double() if name == "token_weights" else x
 
-    absent = [f.name for f in fields(PackedBatch) if "per_token" in f.metadata and getattr(batch, f.name) is None]
-    prepared = {"covers": drawn("kept"), "shift": drawn("shift").double()}
-    return batch.with_fields(**{name: drawn(name) for name in absent if name != "origin"}, prepared=prepared)
+    return batch.with_fields({name: drawn(name) for name in FIELDS if name not in batch.fields})
 
 
 def differing_fields(one: PackedBatch, other: PackedBatch) -> list[str]:
     """Names of what is not exactly the same in both, dtype included; where it came from (`origin`) is not compared."""
 
-    def same(a: Any, b: Any) -> bool:
-        if isinstance(a, dict):
-            return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
-        if a is None or b is None:
-            return a is b
-        return a.dtype == b.dtype and torch.equal(a, b)
+    def vectors_of(batch: PackedBatch) -> dict[str, Tensor]:
+        return {name: getattr(batch, name) for name in ("cu_seqlens", "indices", *CORE)} | batch.fields
 
-    compared = ["cu_seqlens", *(f.name for f in fields(PackedBatch) if f.metadata and f.name != "origin")]
-    return [name for name in compared if not same(getattr(one, name), getattr(other, name))]
+    def same(a: Tensor | None, b: Tensor | None) -> bool:
+        return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
+
+    these, those = vectors_of(one), vectors_of(other)
+    return [name for name in sorted(these | those) if not same(these.get(name), those.get(name))]
 
 
 def masked_sum(loss: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
     """How token losses become one number."""
     return (torch.where(mask, loss, 0.0) * weights).sum()
-
-
-def over_parts(parts: list[Any], compute: Callable[[Any, Reduction], Any]) -> list[Any]:
-    """`compute(part, reduction)` for all parts of a batch at once, where `reduction` is over the parts."""
-    return on_simulated_ranks(parts, lambda part, exchange: compute(part, exchange.reduction()))

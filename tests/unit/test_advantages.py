@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from mppo.algorithm.advantages import ESTIMATORS, Advantages, Estimator, estimator
 from mppo.algorithm.advantages.tokens import discounted_suffix_sum, rewards_to_go, segment_cumsum, whiten
 from mppo.algorithm.reduction import WHOLE
+from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from mppo.errors import ConfigError, DataError
 from tests.unit.advantage_cases import advantage_batches, estimate, outcomes, part_of
-from tests.unit.samples import assignments, held_by, normals, over_parts, packed_batches, vectors
+from tests.unit.samples import assignments, held_by, normals, packed_batches, vectors
 
 pytestmark = pytest.mark.unit
 
@@ -95,7 +96,7 @@ def test_parts_of_a_batch_agree_with_the_whole(name, drawn, data):
     held = held_by(data.draw(assignments(len(batch.lengths))))
     pieces = [batch.select(rows) for rows in held]
     whole = estimate(name, x)
-    parts = over_parts(pieces, lambda piece, reduction: estimate(name, part_of(x, piece, reduction)))
+    parts = on_simulated_ranks(pieces, lambda piece, reduction: estimate(name, part_of(x, piece, reduction)))
     for field in ("advantages", "returns"):
         together = batch.gather_back([p.origin for p in pieces], [getattr(part, field) for part in parts])
         torch.testing.assert_close(together, getattr(whole, field), rtol=1e-7, atol=1e-7)

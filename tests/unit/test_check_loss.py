@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mppo.algorithm.policy_losses import POLICY_LOSSES, TokenLosses, policy_loss
+from mppo.algorithm.policy_losses import POLICY_LOSSES, PolicyLossTraits, TokenLosses, policy_loss
 from mppo.check_loss.examination import examine, probe
 from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from mppo.cli.main import main
@@ -112,7 +112,7 @@ def test_a_prepare_that_looks_at_one_rank_only_is_found():
     def chosen(x):
         return TokenLosses(torch.where(x.prepared["best"], 2.0, 1.0) * -x.advantages * x.log_ratio.exp())
 
-    loss = replace(policy_loss(f"{HERE}:good"), fn=chosen, prepare_fn=per_rank_choice)
+    loss = replace(policy_loss(f"{HERE}:good"), fn=chosen, traits=PolicyLossTraits(prepare=per_rank_choice))
     failed = [finding.check for finding in examine(loss) if not finding.passed]
     assert failed == ["the cut over data-parallel ranks does not matter"]
 
@@ -164,10 +164,10 @@ def test_the_picture_shows_the_clip(tmp_path):
 
 
 def test_an_error_in_one_part_is_raised_and_leaves_no_other_waiting():
-    def fail(part, exchange):
+    def fail(part, reduction):
         if part == 1:
             raise ValueError("part 1")
-        return exchange.sum(torch.ones(1))
+        return reduction.sum(torch.ones(1))
 
     with pytest.raises(ValueError, match="part 1"):
         on_simulated_ranks([0, 1, 2], fail)
@@ -184,4 +184,4 @@ def test_the_loss_in_the_readme_passes(tmp_path, monkeypatch):
 def test_parts_that_reduce_unequally_do_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr("mppo.check_loss.simulated_ranks.PATIENCE", 0.2)
     with pytest.raises(RuntimeError, match="all must, whatever they hold"):
-        on_simulated_ranks([0, 1], lambda part, exchange: exchange.sum(torch.ones(1)) if part == 0 else None)
+        on_simulated_ranks([0, 1], lambda part, reduction: reduction.sum(torch.ones(1)) if part == 0 else None)

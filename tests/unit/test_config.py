@@ -101,6 +101,7 @@ def test_a_bad_field_is_named_when_the_configuration_is_read(override, named):
         ("actor.loss_scale_factor=100", "actor.loss_scale_factor is set"),
         ("trainer.test_freq=5", "trainer.test_freq is set but would have no effect"),
         ("trainer.val_before_train=false", "trainer.val_before_train is set but would have no effect"),
+        ("trainer.keep_checkpoints=2", "trainer.keep_checkpoints has no effect with trainer.save_freq=0"),
         ("data.train={generator: class, options: {sise: 3}}", "data.train.options.sise"),
     ],
 )
@@ -243,8 +244,10 @@ def field_paths(schema, where=""):
 
 
 def test_every_field_is_read_by_code_that_names_its_group():
-    """No dead knobs: each leaf of the typed configuration is read as an attribute outside mppo/config, but for the limits
-    of micro-batches, which the test above looks at."""
+    """No dead knobs: each leaf of the typed configuration is read as an attribute outside mppo/config.
+
+    Left out are the limits of micro-batches, which a test of their own looks at.
+    """
     package = default_config_dir().parent / "mppo"
     sources = "\n".join(p.read_text() for p in package.rglob("*.py") if p.parent.name != "config")
     short = {"config": ["config", "cfg"], "optim": ["config", "optim"], "overlong_buffer": ["buffer"]}

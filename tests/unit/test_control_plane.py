@@ -23,7 +23,7 @@ def simulated(capsys, ranks: str) -> list[dict]:
     return json.loads(capsys.readouterr().out)["control_plane"]
 
 
-def test_more_ranks_gather_the_same_lines_and_receive_less_each(capsys):
+def test_more_ranks_gather_the_same_summaries_and_receive_less_each(capsys):
     few, many = simulated(capsys, "2,128")
     assert (few["data_parallel"], many["data_parallel"]) == (1, 64)
     assert many["bytes_received"] < few["bytes_received"] / 16

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mppo.algorithm.policy_losses import MiniBatchInputs, policy_loss
+from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from tests.unit.policy_cases import losses_and_gradient, mini_batches, prepared, tokens
-from tests.unit.samples import assignments, held_by, over_parts, segments_of
+from tests.unit.samples import assignments, held_by, segments_of
 
 pytestmark = pytest.mark.unit
 
@@ -24,13 +25,13 @@ def chosen(name, advantages, log_probs, old_log_probs=None, mask=None, seed=0, *
     count = len(log_probs)
     mask = torch.ones(count).bool() if mask is None else torch.tensor(mask).bool()
     places, segments = torch.arange(count), segments_of(count)
-    x = MiniBatchInputs(log_probs, old, advantages, mask, segments, places, count, seed)
+    x = MiniBatchInputs(log_probs, old, advantages, mask, segments, places, seed)
     return policy_loss(name, knobs).prepare(x)["covers"].nonzero().squeeze(-1).tolist()
 
 
 def covariances(batch, log_probs):
     """By the definition, over the tokens that train."""
-    kept = [(i, batch.advantages[i].item(), log_probs[i].item()) for i in batch.mask.nonzero().squeeze(-1).tolist()]
+    kept = [(i, batch["advantages"][i].item(), log_probs[i].item()) for i in batch.mask.nonzero().squeeze(-1).tolist()]
     mean_advantage, mean_log_prob = (sum(row[k] for row in kept) / max(len(kept), 1) for k in (1, 2))
     return {i: (advantage - mean_advantage) * (log_prob - mean_log_prob) for i, advantage, log_prob in kept}
 
@@ -55,7 +56,7 @@ def test_clip_cov_draws_from_the_tokens_in_the_band_that_are_not_clipped_already
     cov = covariances(batch, log_probs)
 
     def silenced(i):
-        ratio, advantage = (log_probs[i] - batch.old_log_probs[i]).exp().item(), batch.advantages[i].item()
+        ratio, advantage = (log_probs[i] - batch["old_log_probs"][i]).exp().item(), batch["advantages"][i].item()
         return ratio > 1.2 if advantage > 0 else ratio < 0.8
 
     candidates = {i for i, c in cov.items() if -0.5 < c < 0.5 and not silenced(i)}
@@ -113,10 +114,10 @@ def test_the_choice_is_the_same_whatever_ranks_hold_the_tokens(name, knobs, mini
 
     def on_rank(part, reduction):
         mine = log_probs[part.origin]
-        return prepared(loss, part, mine, part.origin, len(batch), seed, reduction).prepared["covers"]
+        return prepared(loss, part, mine, part.origin, seed, reduction).prepared["covers"]
 
     parts = [batch.select(rows) for rows in held]
-    together = batch.gather_back([part.origin for part in parts], over_parts(parts, on_rank))
+    together = batch.gather_back([part.origin for part in parts], on_simulated_ranks(parts, on_rank))
     assert torch.equal(together, prepared(loss, batch, log_probs, seed=seed).prepared["covers"])
 
 

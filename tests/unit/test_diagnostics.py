@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from mppo.algorithm.diagnostics import explained_variance
 from mppo.algorithm.reduction import WHOLE
-from tests.unit.samples import over_parts, packed_batches, vectors
+from mppo.check_loss.simulated_ranks import on_simulated_ranks
+from tests.unit.samples import packed_batches, vectors
 
 pytestmark = pytest.mark.unit
 
@@ -48,4 +49,4 @@ def test_parts_agree_with_the_whole_and_hidden_values_do_not_count(data):
         return explained_variance(hidden[piece.origin], returns[piece.origin], piece.mask, reduction)
 
     whole = explained_variance(values, returns, batch.mask, WHOLE)
-    assert over_parts(pieces, on_part) == pytest.approx([whole] * 2, rel=1e-6, abs=1e-6)
+    assert on_simulated_ranks(pieces, on_part) == pytest.approx([whole] * 2, rel=1e-6, abs=1e-6)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mppo.batch.balance import WorkloadModel
-from mppo.batch.batch_plan import MicroBatchLimit, make_batch_plan
+from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.cli.main import main
 from mppo.config import DataConfig, OptimConfig, ParallelConfig, RecomputeConfig
 from mppo.errors import ConfigError, DataError
@@ -20,6 +20,7 @@ from mppo.planning.estimate.stage_layout import Layout, stage_weights
 from mppo.trainer.run_spec import UpdateSettings
 from mppo.weights.architectures import architecture_of
 from tests.distributed.model_folders import CONFIGS, REWARD_MODELS
+from tests.unit.whole_plan import make_batch_plan
 
 pytestmark = pytest.mark.unit
 
@@ -58,7 +59,7 @@ def test_one_rank_holds_every_parameter(name):
 
 def test_stages_and_shards_together_hold_every_parameter_and_the_norms_on_each_rank():
     model, cut = model_config(), layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    parts = [stage_weights(model, cut, stage) for stage in cut.stages()]
+    parts = [stage_weights(model, cut, stage) for stage in cut.stages(model)]
     whole = stage_weights(model, layout(), 0).total
     assert sum(2 * part.total - part.whole for part in parts) == whole
 
@@ -99,7 +100,8 @@ def test_each_kind_of_parallelism_sends_its_own(parallel, kind):
 
 def test_stages_in_the_middle_send_both_ways_and_virtual_ones_more():
     def sent(**virtual) -> list[int]:
-        found = estimate(model_config(), layout(pipeline_model_parallel_size=4, **virtual), LOAD, HeadTerms())
+        model = replace(model_config(), num_layers=12)
+        found = estimate(model, layout(pipeline_model_parallel_size=4, **virtual), LOAD, HeadTerms())
         return [stage.sent.pipeline for stage in found.stages]
 
     first, middle, last = sent()
@@ -231,7 +233,7 @@ def test_the_command_plans_with_a_mix_and_prints_it(capsys, tmp_path):
     options = ["plan", "--config-name", "class", "--world-size", "4"]
     assert main([*options, "--response-tokens", "4", "--response-sigma", "0.5"]) == 0
     table = capsys.readouterr().out
-    for shown in ("fullest micro-batch", "over the mean", "first stage", "activations", "tensor parallel"):
+    for shown in ("fullest micro-batch", "over the mean", "stage 0", "activations", "tensor parallel"):
         assert shown in table
     file = tmp_path / "lengths.jsonl"
     file.write_text('{"prompt": 2, "response": 3}\n')

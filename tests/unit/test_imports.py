@@ -30,7 +30,7 @@ def module_of(file: Path) -> str:
 
 
 def imports(source: str, package: str) -> list[str]:
-    """Every module that the source imports, at any depth of the code; relative ones are spec in `package`."""
+    """Every module that the source imports, at any depth of the code; relative ones are resolved in `package`."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

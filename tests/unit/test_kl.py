@@ -151,3 +151,12 @@ def test_a_fixed_coefficient_stays():
     controller = KLController(0.001)
     controller.update(5.0, trajectories=1024)
     assert controller.coefficient == 0.001
+
+
+def test_a_controller_is_put_back():
+    controller = KLController(0.1, target=0.05, horizon=100)
+    before = controller.state_dict()
+    controller.update(1.0, 10)
+    assert controller.coefficient != 0.1
+    controller.load_state_dict(before)
+    assert controller.coefficient == 0.1

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from mppo.config import CriticConfig, ModelSource
 from mppo.errors import ConfigError, ModelError
 from mppo.weights.fused import on_disk
+from mppo.weights.load import load
 from mppo.weights.pretrained import open_critic, open_model
 from mppo.weights.sources import RandomInitialisation, SafetensorsFolder
-from mppo.weights.transfer import load
 from tests.distributed.model_folders import COMMON, write_model
 
 pytestmark = pytest.mark.unit

@@ -101,7 +101,8 @@ def test_the_longest_answer_has_no_baseline_beyond_the_second_longest(name, hand
 def test_tool_output_takes_up_places_unless_only_actions_count():
     """The second answer's last action is its third token and its second action."""
     x = answers([log(0.5)] * 6, [3, 3], [4.0, 2.0])
-    x = replace(x, mask=torch.tensor([True, True, True, True, False, True]))
+    actions = torch.tensor([True, True, True, True, False, True])
+    x = replace(x, action_mask=actions, loss_mask=actions)
     plain, tir = (estimate(name, x).advantages.tolist() for name in BOTH)
     assert plain == pytest.approx([1.0, 0.0, 4 - 4 * 0.6 - 2 * 0.4, -1.0, 0.0, 2 - 4 * 0.6 - 2 * 0.4], abs=1e-6)
     assert tir == pytest.approx([1.0, 1.0, 4.0, -1.0, 0.0, -1.0], abs=1e-6)

@@ -12,12 +12,12 @@ from mppo.batch.batch_plan import (
     MicroBatchLimit,
     assign_ranks,
     by_rank,
-    make_batch_plan,
     plan_micro_batches,
     split_mini_batches,
 )
 from mppo.errors import ConfigError, DataError
 from mppo.megatron.model_config import ModelConfig
+from tests.unit.whole_plan import make_batch_plan
 
 pytestmark = pytest.mark.unit
 

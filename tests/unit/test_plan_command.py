@@ -72,8 +72,8 @@ def test_the_critics_model_is_checked(capsys, tmp_path):
     folder = write_model("reward-qwen2", tmp_path)
     ppo = ("--config-name", "class", "algorithm=gae", f"critic.path={folder}", "parallel=pp2")
     assert plan(capsys, *ppo)["critic_model"] == f"{folder}, float32"
-    assert main(["plan", *ppo, "critic.parallel.virtual_pipeline_model_parallel_size=3"]) == 2
-    assert "does not divide the critic's 8 layers" in capsys.readouterr().err
+    assert main(["plan", *ppo, "critic.parallel.virtual_pipeline_model_parallel_size=5"]) == 2
+    assert "more than the 8 of the critic's 8 layers" in capsys.readouterr().err
 
 
 def test_a_world_that_cannot_be_cut_says_which_numbers_to_change(capsys):

@@ -9,6 +9,7 @@ from mppo.algorithm.policy_losses import (
     POLICY_LOSSES,
     MiniBatchInputs,
     PolicyLoss,
+    PolicyLossTraits,
     TokenLosses,
     anchor_statistics,
     policy_loss,
@@ -80,13 +81,6 @@ def test_a_loss_may_come_from_an_import_path_and_reports_the_anchor_as_well():
     assert loss.loss_agg_mode == "token-mean"
 
 
-def test_a_loss_that_weighs_itself_is_not_weighed_again():
-    x = tokens([0.0, 0.1], [1.0, 3.0], rollout_is_weights=torch.tensor([2.0, 4.0]))
-    plain, weighted = (PolicyLoss("mine", mine, applies_importance_weights=itself)(x).loss for itself in (True, False))
-    assert plain.tolist() == x.log_probs.square().tolist()
-    assert weighted.tolist() == pytest.approx([2 * plain[0].item(), 4 * plain[1].item()])
-
-
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -115,9 +109,9 @@ def test_a_loss_is_not_called_without_what_it_prepares(name):
 def test_what_a_loss_prepares_is_one_entry_per_token(found, shape):
     x = tokens([0.0] * 3, [1.0] * 3)
     mini_batch = MiniBatchInputs(
-        x.log_probs.detach(), x.old_log_probs, x.advantages, x.mask, x.segments, torch.arange(3), 3, seed=0
+        x.log_probs.detach(), x.old_log_probs, x.advantages, x.mask, x.segments, torch.arange(3), seed=0
     )
-    loss = PolicyLoss("mine", mine, prepare_fn=lambda x: {"share": found})
+    loss = PolicyLoss("mine", mine, PolicyLossTraits(prepare=lambda x: {"share": found}))
     with pytest.raises(ConfigError, match=f"prepare of policy loss 'mine' returned share of shape {shape}"):
         loss.prepare(mini_batch)
 

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mppo.algorithm.actor_loss import ActorTerms, actor_loss
 from mppo.algorithm.statistics import add_up
+from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from tests.unit.policy_cases import (
     CASES,
     counts_of,
@@ -20,7 +22,7 @@ from tests.unit.policy_cases import (
     prepared,
     tokens,
 )
-from tests.unit.samples import assignments, held_by, normals, over_parts, segments_of, vectors
+from tests.unit.samples import assignments, held_by, normals, segments_of, vectors
 
 pytestmark = [pytest.mark.unit, pytest.mark.parametrize("case", CASES)]
 
@@ -36,7 +38,7 @@ def with_nothing_chosen(x):
 def test_what_the_mask_hides_reaches_neither_loss_nor_gradient_nor_statistics(case, mini_batch, garbage):
     (batch, log_probs), loss = mini_batch, loss_of(case)
     names = ("old_log_probs", "advantages", "rollout_is_weights")
-    hidden = {name: torch.where(batch.mask, getattr(batch, name), 1e6 * garbage) for name in names}
+    hidden = {name: torch.where(batch.mask, batch[name], 1e6 * garbage) for name in names}
     shown = evaluate(loss, prepared(loss, batch, log_probs), log_probs)
 
     log_probs = torch.where(batch.mask, log_probs, 1e6)
@@ -52,7 +54,7 @@ def test_not_a_number_behind_the_mask_stays_there(case, mini_batch):
     """Outside the mask the gradient is then NaN as well; training hides it in the log-probs that it hands in."""
     (batch, log_probs), loss = mini_batch, loss_of(case)
     names = ("old_log_probs", "advantages", "rollout_is_weights")
-    hidden = {name: torch.where(batch.mask, getattr(batch, name), torch.nan) for name in names}
+    hidden = {name: torch.where(batch.mask, batch[name], torch.nan) for name in names}
     shown = evaluate(loss, prepared(loss, batch, log_probs), log_probs)
 
     log_probs = torch.where(batch.mask, log_probs, torch.nan)
@@ -83,7 +85,7 @@ def test_the_cut_over_ranks_and_micro_batches_changes_nothing(case, mini_batch, 
 
     def on_rank(part, reduction):
         mine = log_probs[part.origin]
-        rows, part = range(len(part.lengths)), prepared(loss, part, mine, part.origin, len(batch), reduction=reduction)
+        rows, part = range(len(part.lengths)), prepared(loss, part, mine, part.origin, reduction=reduction)
         pieces = [part.select(rows[start::2]).pad_to_multiple(4) for start in (0, 1)]
         padded = torch.cat([mine, torch.zeros(1)])
         results = [evaluate(loss, piece, padded[piece.origin], counts) for piece in pieces]
@@ -91,7 +93,7 @@ def test_the_cut_over_ranks_and_micro_batches_changes_nothing(case, mini_batch, 
         return part.origin, gradient, results
 
     held = held_by(data.draw(assignments(len(batch.lengths))))
-    origins, gradients, results = zip(*over_parts([batch.select(rows) for rows in held], on_rank), strict=True)
+    origins, gradients, results = zip(*on_simulated_ranks([batch.select(rows) for rows in held], on_rank), strict=True)
     results = [result for of_rank in results for result in of_rank]
     torch.testing.assert_close(batch.gather_back(origins, gradients), whole.gradient)
     assert sum(result.loss for result in results) == pytest.approx(whole.loss)
@@ -165,16 +167,17 @@ def test_on_policy_it_is_the_policy_gradient(case, advantages, log_probs):
 def test_importance_weights_multiply_the_loss_and_none_of_its_statistics(case, mini_batch):
     (batch, log_probs), loss = mini_batch, loss_of(case)
     x = policy_inputs(prepared(loss, batch, log_probs), log_probs)
-    plain, weighted = loss(replace(x, rollout_is_weights=None)), loss(x)
-    if case == "bypass_mode":  # the ratio of ppo_clip is the correction already
-        expected = plain.loss
-    elif case == "geo_mean":  # one weight per trajectory: the geometric mean
-        expected = plain.loss * x.segments.expand(x.segments.mean(x.rollout_is_weights.log(), x.mask).exp())
+    token_weights = torch.ones_like(log_probs)
+    plain, _ = actor_loss(replace(x, rollout_is_weights=None), token_weights, ActorTerms(loss))
+    weighted, _ = actor_loss(x, token_weights, ActorTerms(loss))
+    if case == "geo_mean":  # one weight per trajectory: the geometric mean
+        expected = plain * x.segments.expand(x.segments.mean(x.rollout_is_weights.log(), x.mask).exp())
     else:
-        expected = plain.loss * x.rollout_is_weights
-    torch.testing.assert_close(weighted.loss[x.mask], expected[x.mask])
-    assert {name: s.reduce(x.mask).value for name, s in weighted.statistics.items()} == {
-        name: s.reduce(x.mask).value for name, s in plain.statistics.items()
+        expected = plain * x.rollout_is_weights
+    torch.testing.assert_close(weighted[x.mask], expected[x.mask])
+    with_weights, without = loss(x).statistics, loss(replace(x, rollout_is_weights=None)).statistics
+    assert {name: s.reduce(x.mask).value for name, s in with_weights.items()} == {
+        name: s.reduce(x.mask).value for name, s in without.items()
     }
 
 

@@ -4,11 +4,17 @@ import pytest
 
 from mppo.algorithm.kl import k2
 from mppo.errors import ConfigError
-from mppo.registry import Plugin, Registry
+from mppo.registry import NoTraits, Plugin, Registry
 
 pytestmark = pytest.mark.unit
 
-COLOURS = Registry("colour", traits=("warm",))
+
+@dataclass(frozen=True)
+class ColourTraits:
+    warm: bool = False
+
+
+COLOURS = Registry("colour", traits=ColourTraits)
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ def registry_with(name, fn):
 
 def test_what_is_registered_is_found_with_its_traits():
     plugin = COLOURS.get("crimson")
-    assert (plugin.fn, plugin.config, plugin.traits) == (crimson, Shade, {"warm": True})
+    assert (plugin.fn, plugin.config, plugin.traits) == (crimson, Shade, ColourTraits(warm=True))
 
 
 def test_a_name_cannot_be_taken_twice():
@@ -85,7 +91,7 @@ def test_an_import_path_of_something_registered_is_the_registered_plugin():
 
 def test_an_import_path_needs_no_registration_and_brings_its_own_knobs():
     plugin = COLOURS.get(f"{__name__}:teal")
-    assert (plugin.fn, plugin.config) == (teal, Shade)
+    assert (plugin.fn, plugin.config, plugin.traits) == (teal, Shade, ColourTraits(warm=False))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,7 @@ def test_knobs_are_typed_and_have_defaults():
 
 
 def test_a_plugin_is_called_with_its_knobs_as_config():
-    assert Plugin("tint", tint, Shade).bind({"depth": 0.2}, "paint")("red") == ("red", Shade(0.2))
+    assert Plugin("tint", tint, Shade, NoTraits()).bind({"depth": 0.2}, "paint")("red") == ("red", Shade(0.2))
 
 
 def test_a_plugin_without_knobs_is_called_as_it_is():

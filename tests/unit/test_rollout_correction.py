@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mppo.algorithm.rollout_correction import REJECTIONS
+from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from tests.unit.correction_cases import (
     OPTIONS,
     Rows,
@@ -19,7 +20,7 @@ from tests.unit.correction_cases import (
     part_of,
     with_ratios,
 )
-from tests.unit.samples import assignments, held_by, over_parts
+from tests.unit.samples import assignments, held_by
 
 pytestmark = pytest.mark.unit
 
@@ -208,7 +209,7 @@ def test_the_cut_over_ranks_changes_neither_weights_nor_rejection(option, normal
     knobs = {"rollout_is": option, "rollout_rs": "seq_mean_k3,token_k2", "rollout_rs_threshold": 0.15}
     knobs["rollout_is_batch_normalize"] = normalize
     pieces = [batch.select(rows) for rows in held_by(data.draw(assignments(len(batch.lengths))))]
-    parts = over_parts(pieces, lambda piece, reduction: corrected(part_of(x, piece, reduction), **knobs))
+    parts = on_simulated_ranks(pieces, lambda piece, reduction: corrected(part_of(x, piece, reduction), **knobs))
     whole, origins = corrected(x, **knobs), [piece.origin for piece in pieces]
     assert torch.equal(batch.gather_back(origins, [part.kept for part in parts]), whole.kept)
     torch.testing.assert_close(

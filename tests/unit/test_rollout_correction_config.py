@@ -54,7 +54,7 @@ def test_fields_beside_a_preset_win():
 
 def test_by_default_nothing_is_corrected():
     assert rollout_correction_config({}) == RolloutCorrectionConfig()
-    assert RolloutCorrectionConfig().rs_bounds == []
+    assert RolloutCorrectionConfig().rs_bounds == {}
 
 
 @pytest.mark.parametrize(
@@ -87,21 +87,27 @@ def test_a_threshold_of_weights_is_a_number_or_two_bounds(threshold, bounds):
 )
 def test_bounds_of_rejection_are_of_the_divergence(option, threshold, lower, upper):
     """The bounds of the ratio turn round: k1 is the negative log-ratio."""
-    ((name, _, bounds),) = rollout_correction_config(
+    ((name, bounds),) = rollout_correction_config(
         {"rollout_rs": option, "rollout_rs_threshold": threshold}
-    ).rs_bounds
+    ).rs_bounds.items()
     assert (name, bounds.upper) == (option, pytest.approx(upper))
     assert bounds.lower == (None if lower is None else pytest.approx(lower))
 
 
 def test_each_option_has_its_own_threshold_in_order():
     config = rollout_correction_config({"rollout_rs": "token_k2, seq_max_k3", "rollout_rs_threshold": "0.3,0.5"})
-    assert [(name, bounds.upper) for name, _, bounds in config.rs_bounds] == [("token_k2", 0.3), ("seq_max_k3", 0.5)]
+    assert [(name, bounds.upper) for name, bounds in config.rs_bounds.items()] == [
+        ("token_k2", 0.3),
+        ("seq_max_k3", 0.5),
+    ]
 
 
 def test_an_option_that_is_named_twice_counts_once():
     config = rollout_correction_config({"rollout_rs": "token_k2,token_k1,token_k2", "rollout_rs_threshold": "2,3"})
-    assert [(name, bounds.upper) for name, _, bounds in config.rs_bounds] == [("token_k2", 2.0), ("token_k1", log(3))]
+    assert [(name, bounds.upper) for name, bounds in config.rs_bounds.items()] == [
+        ("token_k2", 2.0),
+        ("token_k1", log(3)),
+    ]
 
 
 @pytest.mark.parametrize(

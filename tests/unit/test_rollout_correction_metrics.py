@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mppo.algorithm.rollout_correction import CorrectionInputs
+from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from tests.unit.correction_cases import (
     OPTIONS,
     Rows,
@@ -20,7 +21,7 @@ from tests.unit.correction_cases import (
     std,
     with_ratios,
 )
-from tests.unit.samples import assignments, held_by, over_parts, segments_of
+from tests.unit.samples import assignments, held_by, segments_of
 
 pytestmark = pytest.mark.unit
 
@@ -60,6 +61,7 @@ def test_how_far_the_trained_policy_is_from_the_one_that_generated(drawn):
             "rollout_ppl": mean([exp(-r) for r in rollout]),
             "rollout_log_ppl": mean([-r for r in rollout]),
             "kl": mean([-d for d in rows.tokens]),
+            "log_prob_distance": mean([abs(d) for d in rows.tokens]),
             "k3_kl": mean([exp(d) - d - 1 for d in rows.tokens]),
             "log_ppl_diff": mean(difference),
             "log_ppl_abs_diff": mean([abs(d) for d in difference]),
@@ -246,7 +248,7 @@ def test_every_rank_reports_the_metrics_of_the_whole_batch(drawn, data, rollout_
     batch, x = drawn
     knobs = {**EVERYTHING, "rollout_is": rollout_is}
     pieces = [batch.select(rows) for rows in held_by(data.draw(assignments(len(batch.lengths))))]
-    parts = over_parts(pieces, lambda piece, reduction: metrics(part_of(x, piece, reduction), **knobs))
+    parts = on_simulated_ranks(pieces, lambda piece, reduction: metrics(part_of(x, piece, reduction), **knobs))
     assert parts[0] == parts[1] == parts[2]
     assert parts[0] == pytest.approx(metrics(x, **knobs), **close)
 

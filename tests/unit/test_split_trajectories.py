@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from mppo.algorithm.aggregation import AGGREGATIONS, token_weights
 from mppo.algorithm.segments import Segments
 from mppo.algorithm.statistics import add_up
+from mppo.check_loss.simulated_ranks import on_simulated_ranks
 from tests.unit.policy_cases import CASES, counts_of, evaluate, loss_of, mini_batches, prepared
-from tests.unit.samples import assignments, normals, over_parts
+from tests.unit.samples import assignments, normals
 
 pytestmark = pytest.mark.unit
 
@@ -38,9 +39,15 @@ class Slice:
 
     def __init__(self, batch, positions, reduction):
         self.segments = slice_of(batch, positions, reduction)
-        for name in ("mask", "old_log_probs", "advantages", "rollout_is_weights"):
-            setattr(self, name, getattr(batch, name)[positions])
+        self.mask = batch.mask[positions]
+        self.fields = {name: x[positions] for name, x in batch.fields.items()}
         self.prepared = {name: x[positions] for name, x in batch.prepared.items()}
+
+    def __getitem__(self, name):
+        return self.fields[name]
+
+    def get(self, name):
+        return self.fields.get(name)
 
 
 def positions_of(assignment):
@@ -60,7 +67,7 @@ def test_loss_gradient_and_statistics_of_two_slices_are_those_of_the_whole(case,
         return evaluate(loss, Slice(batch, positions, reduction), log_probs[positions], counts)
 
     held = positions_of(data.draw(assignments(len(batch), 2)))
-    slices = over_parts(held, on_rank)
+    slices = on_simulated_ranks(held, on_rank)
     assert sum(piece.loss for piece in slices) == pytest.approx(whole.loss)
     gradient = batch.gather_back(held, [piece.gradient for piece in slices])
     torch.testing.assert_close(gradient, whole.gradient)
@@ -79,7 +86,7 @@ def test_token_weights_of_a_slice_are_those_of_the_whole(mode, mini_batch, data)
         return token_weights(mode, batch.mask[positions], slice_of(batch, positions, reduction), counts, 7.0)
 
     held = positions_of(data.draw(assignments(len(batch), 2)))
-    weights = batch.gather_back(held, over_parts(held, on_rank))
+    weights = batch.gather_back(held, on_simulated_ranks(held, on_rank))
     torch.testing.assert_close(weights, token_weights(mode, batch.mask, batch.segments, counts, 7.0))
 
 
@@ -100,7 +107,7 @@ def test_a_sum_over_slices_has_the_gradient_of_the_whole(mini_batch, data):
         return mine.grad
 
     held = positions_of(data.draw(assignments(len(batch), 2)))
-    gradient = batch.gather_back(held, over_parts(list(enumerate(held)), on_rank))
+    gradient = batch.gather_back(held, on_simulated_ranks(list(enumerate(held)), on_rank))
     torch.testing.assert_close(gradient, leaf.grad)
 
 
@@ -113,7 +120,7 @@ def test_lengths_and_means_over_slices_are_those_of_the_whole(mini_batch, data):
         segments = slice_of(batch, positions, reduction)
         return segments.lengths(batch.mask[positions]), segments.mean(x[positions], batch.mask[positions])
 
-    for lengths, means in over_parts(positions_of(data.draw(assignments(len(batch), 2))), on_rank):
+    for lengths, means in on_simulated_ranks(positions_of(data.draw(assignments(len(batch), 2))), on_rank):
         assert torch.equal(lengths, batch.segments.lengths(batch.mask))
         torch.testing.assert_close(means, batch.segments.mean(x, batch.mask))
 

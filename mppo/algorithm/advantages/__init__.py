@@ -8,6 +8,13 @@ from mppo.algorithm.advantages import (  # noqa: F401  (register)
     optimal_token_baseline,
     reinforce_plus_plus,
 )
-from mppo.algorithm.advantages.estimator_contract import ESTIMATORS, AdvantageInputs, Advantages, Estimator, estimator
+from mppo.algorithm.advantages.estimator_contract import (
+    ESTIMATORS,
+    AdvantageInputs,
+    Advantages,
+    Estimator,
+    EstimatorTraits,
+    estimator,
+)
 
-__all__ = ["ESTIMATORS", "AdvantageInputs", "Advantages", "Estimator", "estimator"]
+__all__ = ["ESTIMATORS", "AdvantageInputs", "Advantages", "Estimator", "EstimatorTraits", "estimator"]

@@ -7,6 +7,7 @@ import torch
 from mppo.algorithm.advantages.estimator_contract import ESTIMATORS, AdvantageInputs, Advantages, outcome
 from mppo.algorithm.advantages.groups import group_statistics
 from mppo.algorithm.advantages.tokens import rewards_to_go
+from mppo.algorithm.statistics import mean
 from mppo.errors import ConfigError
 
 
@@ -40,8 +41,8 @@ class GpgConfig:
 def gpg(x: AdvantageInputs, config: GpgConfig) -> Advantages:
     """2504.02546: `alpha (S_i - mean_group) / f_norm`, alpha = trajectories over those whose score is not zero."""
     scores = x.scores
-    count, scored = x.reduction.sum(torch.stack([x.trains.sum(), (x.trains * (scores != 0)).sum()]))
-    alpha = count / scored.clamp(min=1)
+    scored = mean(scores != 0, x.trains).reduced(x.reduction)
+    alpha = (scored.count / scored.total.clamp(min=1)).item()
     return outcome(x, alpha * (scores - group_statistics(x, scores).mean) / config.f_norm)
 
 

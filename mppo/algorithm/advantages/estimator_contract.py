@@ -83,14 +83,26 @@ def outcome(x: AdvantageInputs, per_trajectory: Tensor) -> Advantages:
     return Advantages(advantages, advantages)
 
 
-ESTIMATORS: Registry[Callable[..., Advantages]] = Registry(
-    "advantage estimator",
-    traits=("critic", "sum_pi_squared", "greedy_baseline", "groups", "reads_rewards", "reads_old_policy"),
-)
-"""`(AdvantageInputs, config) -> Advantages`. Register with `config=` (dataclass of knobs) and what it needs:
-`critic=True` (values), `sum_pi_squared=True`, `greedy_baseline=True`, `groups=True` (it compares the answers to one
-prompt); `reads_rewards=False` says that it reads only the parts of the reward, `reads_old_policy=True` that it reads
-`old_log_probs`."""
+@dataclass(frozen=True)
+class EstimatorTraits:
+    """What an estimator needs of a training step, beyond rewards and groups."""
+
+    critic: bool = False
+    """`values`: the run has a critic."""
+    sum_pi_squared: bool = False
+    """`sum_pi_squared`, which the old-log-prob pass then brings along."""
+    greedy_baseline: bool = False
+    """`reward_baselines`: every prompt is answered greedily once more."""
+    groups: bool = False
+    """It compares the answers to one prompt, so there should be several."""
+    reads_rewards: bool = True
+    """False: it reads only the parts of the reward, so shaping the whole would have no effect."""
+    reads_old_policy: bool = False
+    """It reads `old_log_probs`."""
+
+
+ESTIMATORS: Registry[Callable[..., Advantages], EstimatorTraits] = Registry("advantage estimator", EstimatorTraits)
+"""`(AdvantageInputs, config) -> Advantages`."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +111,7 @@ class Estimator:
 
     name: str
     fn: Callable[[AdvantageInputs], Advantages]
-    critic: bool = False
-    sum_pi_squared: bool = False
-    greedy_baseline: bool = False
-    groups: bool = False
-    reads_rewards: bool = True
-    reads_old_policy: bool = False
+    traits: EstimatorTraits = EstimatorTraits()
     reward_keys: tuple[str, ...] = ()
     """Parts of the reward that every trajectory must have."""
 
@@ -140,4 +147,4 @@ def estimator(name: str, knobs: Mapping[str, Any] | None = None, where: str = "a
     plugin = ESTIMATORS.get(name)
     config = plugin.configure(dict(knobs or {}), where)
     keys = tuple(getattr(config, "gdpo_reward_keys", ()))
-    return Estimator(name, plugin.with_config(plugin.fn, config), reward_keys=keys, **(plugin.traits or {}))
+    return Estimator(name, plugin.with_config(plugin.fn, config), plugin.traits, keys)

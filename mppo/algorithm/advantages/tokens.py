@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mppo.algorithm.reduction import Reduction
+from mppo.algorithm.statistics import std
 from mppo.errors import ConfigError
 
 
@@ -18,12 +19,9 @@ def whiten(x: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
 
     With fewer than two positions there is no variance: what is returned is 0 everywhere.
     """
-    kept = torch.where(mask.bool(), x.double(), torch.zeros_like(x, dtype=torch.double))
-    total, count = reduction.sum(torch.stack([kept.sum(), mask.sum().double()]))
-    mean = total / count.clamp(min=1)
-    centred = (kept - mean) * mask
-    variance = reduction.sum(centred.square().sum()) / (count - 1).clamp(min=1)
-    return (centred * torch.rsqrt(variance + 1e-8)).to(x.dtype)
+    whole = std(x, mask, unbiased=True).reduced(reduction)
+    centred = torch.where(mask.bool(), x.double() - whole.mean, 0.0)
+    return (centred * torch.rsqrt(whole.variance + 1e-8)).to(x.dtype)
 
 
 def discounted_suffix_sum(x: Tensor, ids: Tensor, discount: float) -> Tensor:

@@ -1,10 +1,10 @@
-"""Bypass mode: the rollout's policy is the anchor (docs of rollout correction in verl; 2512.23075).
+"""Bypass mode: the rollout's policy is the anchor (2512.23075).
 
 `algorithm.rollout_correction.bypass_mode` chooses this loss. Its anchor is then `rollout_log_probs`, and weights and
 rejection follow from the current policy against it, over the mini-batch, before the training pass.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mppo.algorithm.policy_losses.loss_contract import POLICY_LOSSES, PolicyInputs, TokenLosses
 from mppo.algorithm.policy_losses.reinforce import reinforce
@@ -24,10 +24,9 @@ class BypassConfig(VanillaConfig):
             raise ConfigError(f"loss_type is {self.loss_type!r}; choose ppo_clip or reinforce")
 
 
-@POLICY_LOSSES.register("bypass_mode", config=BypassConfig, loss_agg_mode="token-mean", applies_importance_weights=True)
+@POLICY_LOSSES.register("bypass_mode", config=BypassConfig, loss_agg_mode="token-mean")
 def bypass_mode(x: PolicyInputs, config: BypassConfig) -> TokenLosses:
-    """`ppo_clip` against the rollout's policy, or `reinforce` with importance weights."""
+    """`ppo_clip` against the rollout's policy, or `reinforce`, which importance weights correct."""
     if config.loss_type == "ppo_clip":
         return vanilla(x, config)
-    result = reinforce(x)
-    return result if x.rollout_is_weights is None else replace(result, loss=result.loss * x.rollout_is_weights)
+    return reinforce(x)

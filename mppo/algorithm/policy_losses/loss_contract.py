@@ -28,8 +28,8 @@ class PolicyInputs:
     """Which positions are actions that train. Values outside it are arbitrary; log-probs there are finite."""
     segments: Segments
     rollout_is_weights: Tensor | None = None
-    """Importance weights of the rollout correction. They multiply the token losses after the loss has returned them,
-    unless the loss is registered with `applies_importance_weights=True`."""
+    """Importance weights of the rollout correction. `actor_loss` multiplies the token losses by them, unless the loss
+    is registered with `applies_importance_weights=True`."""
     rollout_log_probs: Tensor | None = None
     """The policy that generated."""
     ref_log_probs: Tensor | None = None
@@ -68,26 +68,42 @@ def anchor_statistics(x: PolicyInputs) -> dict[str, TokenStatistic]:
     }
 
 
-POLICY_LOSSES: Registry[Callable[..., TokenLosses]] = Registry(
-    "policy loss", traits=("loss_agg_mode", "prepare", "applies_importance_weights")
-)
-"""`(PolicyInputs, config) -> TokenLosses`. Register with `config=` (dataclass of knobs), `loss_agg_mode=` (the paper's
-aggregation mode), and where needed `prepare=`, `(MiniBatchInputs, config) -> dict of [T]`, which sees the whole
-mini-batch before its training pass, and `applies_importance_weights=True`."""
+@dataclass(frozen=True)
+class PolicyLossTraits:
+    """What a policy loss declares."""
+
+    loss_agg_mode: str = "token-mean"
+    """The aggregation mode of its paper, where the configuration names none."""
+    prepare: Callable[..., dict[str, Tensor]] | None = None
+    """`(MiniBatchInputs, config) -> {name: [T]}`: what it must know of the whole mini-batch before the pass."""
+    applies_importance_weights: bool = False
+    """The loss multiplies by `rollout_is_weights` itself; otherwise `actor_loss` does."""
+
+
+POLICY_LOSSES: Registry[Callable[..., TokenLosses], PolicyLossTraits] = Registry("policy loss", PolicyLossTraits)
+"""`(PolicyInputs, config) -> TokenLosses`."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A registered loss with its knobs set: what the actor's objective calls."""
+    """A registered loss with its knobs set."""
 
     name: str
     fn: Callable[[PolicyInputs], TokenLosses]
-    prepare_fn: Callable[[MiniBatchInputs], dict[str, Tensor]] | None = None
-    loss_agg_mode: str = "token-mean"
-    applies_importance_weights: bool = False
+    traits: PolicyLossTraits = PolicyLossTraits()
+    """Here with the knobs of `prepare` set: `(MiniBatchInputs) -> {name: [T]}`."""
+
+    @property
+    def loss_agg_mode(self) -> str:
+        return self.traits.loss_agg_mode
+
+    @property
+    def needs_mini_batch(self) -> bool:
+        """Whether there is a `prepare` step."""
+        return self.traits.prepare is not None
 
     def __call__(self, x: PolicyInputs) -> TokenLosses:
-        """Token losses, importance weights included, with the metrics of the anchor.
+        """Token losses, without importance weights unless the loss applies them itself, and the metrics of the anchor.
 
         Raises ConfigError when the loss returns something else than one loss per token, and when what its `prepare`
         finds is missing.
@@ -99,19 +115,14 @@ class PolicyLoss:
             )
         result = self.fn(x)
         self._check(result, x.mask)
-        loss = result.loss
-        if x.rollout_is_weights is not None and not self.applies_importance_weights:
-            loss = loss * x.rollout_is_weights
-        return replace(result, loss=loss, statistics=anchor_statistics(x) | result.statistics)
-
-    @property
-    def needs_mini_batch(self) -> bool:
-        """Whether it has a `prepare` step."""
-        return self.prepare_fn is not None
+        return replace(result, statistics=anchor_statistics(x) | result.statistics)
 
     def prepare(self, x: MiniBatchInputs) -> dict[str, Tensor]:
-        """What the `prepare` of the loss finds in the mini-batch. Raises ConfigError for anything but `[T]` tensors."""
-        found = self.prepare_fn(x)
+        """What the loss must know of the mini-batch, nothing if it has no such step.
+
+        Raises ConfigError for anything but `[T]` tensors.
+        """
+        found = {} if self.traits.prepare is None else self.traits.prepare(x)
         for name, value in found.items():
             if not isinstance(value, Tensor) or value.shape != x.mask.shape:
                 shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -140,12 +151,7 @@ def policy_loss(name: str, knobs: Mapping[str, Any] | None = None, where: str = 
     """
     plugin = POLICY_LOSSES.get(name)
     config = plugin.configure(dict(knobs or {}), where)
-    traits = plugin.traits or {}
-    prepare = traits.get("prepare")
-    return PolicyLoss(
-        name=name,
-        fn=plugin.with_config(plugin.fn, config),
-        prepare_fn=None if prepare is None else plugin.with_config(prepare, config),
-        loss_agg_mode=traits.get("loss_agg_mode", "token-mean"),
-        applies_importance_weights=traits.get("applies_importance_weights", False),
-    )
+    traits = plugin.traits
+    if traits.prepare is not None:
+        traits = replace(traits, prepare=plugin.with_config(traits.prepare, config))
+    return PolicyLoss(name, plugin.with_config(plugin.fn, config), traits)

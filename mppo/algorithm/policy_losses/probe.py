@@ -87,7 +87,7 @@ def draw_sample(loss: PolicyLoss, seed: int = 0, dtype: torch.dtype = torch.doub
     )
 
 
-def with_prepared(loss: PolicyLoss, sample: Sample, size: int, reduction: Reduction = WHOLE) -> Sample:
+def with_prepared(loss: PolicyLoss, sample: Sample, reduction: Reduction = WHOLE) -> Sample:
     """With what `prepare` finds in it, if the loss has such a step."""
     if not loss.needs_mini_batch:
         return sample
@@ -98,7 +98,6 @@ def with_prepared(loss: PolicyLoss, sample: Sample, size: int, reduction: Reduct
         mask=sample.mask,
         segments=sample.segments,
         batch_positions=sample.batch_positions,
-        size=size,
         seed=1,
         reduction=reduction,
     )
@@ -128,7 +127,7 @@ def probe(loss: PolicyLoss) -> None:
     """
     try:
         sample = draw_sample(loss, dtype=torch.float32)
-        sample = with_prepared(loss, sample, len(sample.mask))
+        sample = with_prepared(loss, sample)
         losses = token_losses(loss, sample, sample.log_probs)
     except ConfigError:
         raise

@@ -1,7 +1,7 @@
-"""Making up for the gap between the policy that generated and the one that is trained (semantics section 6)."""
+"""Making up for the gap between the policy that generated and the one that is trained."""
 
 from mppo.algorithm.rollout_correction.config import RolloutCorrectionConfig, preset_names, rollout_correction_config
-from mppo.algorithm.rollout_correction.correction import PREFIX, Correction, CorrectionInputs, correct
+from mppo.algorithm.rollout_correction.correction import PREFIX, Correction, CorrectionInputs, correct, mismatch
 from mppo.algorithm.rollout_correction.plugins import IMPORTANCE_WEIGHTS, REJECTIONS
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "CorrectionInputs",
     "RolloutCorrectionConfig",
     "correct",
+    "mismatch",
     "preset_names",
     "rollout_correction_config",
 ]

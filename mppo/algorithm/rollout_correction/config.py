@@ -1,4 +1,4 @@
-"""The knobs of the rollout correction, its presets, and the thresholds they name (semantics section 6)."""
+"""The knobs of the rollout correction, its presets, and the thresholds they name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from functools import cached_property
 from math import log
 from typing import Any
 
-from mppo.algorithm.rollout_correction.plugins import IMPORTANCE_WEIGHTS, Rejection
+from mppo.algorithm.rollout_correction.plugins import IMPORTANCE_WEIGHTS, REJECTIONS, RejectionTraits
 from mppo.errors import ConfigError
 from mppo.registry import nearest, typed
 
@@ -93,19 +93,19 @@ class RolloutCorrectionConfig:
         return bounds
 
     @cached_property
-    def rs_bounds(self) -> list[tuple[str, Rejection, Bounds]]:
-        """Each rejection option once, in order, with what it keeps of its divergence."""
+    def rs_bounds(self) -> dict[str, Bounds]:
+        """Each rejection option once, in order, and what it keeps of its divergence."""
         if self.rollout_rs is None:
-            return []
+            return {}
         names = list(dict.fromkeys(name.strip() for name in self.rollout_rs.split(",") if name.strip()))
         if not names:
             raise ConfigError(f"{WHERE}.rollout_rs is empty; name options, or set it to null")
-        options = [(name, Rejection.named(name)) for name in names]
-        thresholds = self._thresholds(names)
-        return [
-            (name, option, _rejection_bounds(option, threshold, f"{WHERE}.rollout_rs_threshold of {name}"))
-            for (name, option), threshold in zip(options, thresholds, strict=True)
-        ]
+        traits = [REJECTIONS.get(name).traits for name in names]
+        where = f"{WHERE}.rollout_rs_threshold of "
+        return {
+            name: _rejection_bounds(of, threshold, where + name)
+            for name, of, threshold in zip(names, traits, self._thresholds(names), strict=True)
+        }
 
     def _thresholds(self, names: list[str]) -> list[Any]:
         where, given = f"{WHERE}.rollout_rs_threshold", self.rollout_rs_threshold
@@ -145,10 +145,10 @@ def _bounds(value: Any, where: str) -> Bounds:
     return Bounds(numbers[-1], numbers[0] if len(numbers) == 2 else None)
 
 
-def _rejection_bounds(option: Rejection, value: Any, where: str) -> Bounds:
+def _rejection_bounds(option: RejectionTraits, value: Any, where: str) -> Bounds:
     """In terms of the divergence that the option computes."""
     bounds = _bounds(value, where)
-    if option.is_log_ratio:  # of -log ratio, where the bounds are of the ratio
+    if option.log_ratio:  # of -log ratio, where the bounds are of the ratio
         lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
         if lower > bounds.upper:
             raise ConfigError(f"{where} is {value!r}; one number u stands for 1/u_u, so it must be at least 1")

@@ -9,9 +9,20 @@ from torch import Tensor
 
 from mppo.algorithm.reduction import WHOLE, Reduction
 from mppo.algorithm.rollout_correction.config import Bounds, RolloutCorrectionConfig
-from mppo.algorithm.rollout_correction.plugins import IMPORTANCE_WEIGHTS, Rejection, clamped
+from mppo.algorithm.rollout_correction.plugins import IMPORTANCE_WEIGHTS, REJECTIONS, clamped
 from mppo.algorithm.segments import Segments
-from mppo.algorithm.summary import Reduced, Summary
+from mppo.algorithm.statistics import (
+    Statistics,
+    effective_sample_size,
+    largest,
+    mean,
+    normaliser,
+    numbers,
+    prefixed,
+    reduced,
+    smallest,
+    std,
+)
 
 PREFIX = "rollout_corr/"
 
@@ -45,155 +56,182 @@ class Correction:
     """`[T]`, 0 outside the mask; None without importance weights."""
     kept: Tensor
     """`[T]` bool: the part of the mask that no option rejects."""
-    summary: Reduced
-    """What the metrics are made of, which adds up over mini-batches."""
+    statistics: Statistics
+    """`rollout_corr/*` over the global batch; those of several mini-batches add up."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """`rollout_corr/*`"""
-        return self.summary.numbers(PREFIX)
+        return numbers(self.statistics)
 
 
 def correct(x: CorrectionInputs, config: RolloutCorrectionConfig) -> Correction:
-    """Weights, what is kept, and the metrics.
+    """Importance weights, what is kept, and the metrics.
 
-    Weights follow from all actions; they are normalised over those that are kept.
+    The weights follow from all actions; they are normalised over those that are kept.
     """
-    kept, summary = reject(x, config)
-    summary |= off_policy_summary(x)
+    kept, statistics = reject(x, config)
+    statistics |= off_policy_statistics(x)
     weights = None
     if config.rollout_is is not None:
         weights, of_weights = importance_weights(x, config, kept)
-        summary |= of_weights
-    return Correction(weights, kept, summary)
+        statistics |= of_weights
+    statistics = reduced(statistics, x.reduction)
+    if (factor := statistics.get(NORM_FACTOR)) is not None:
+        weights = weights / factor.value
+    weights = None if weights is None else weights.to(x.log_probs.dtype)
+    return Correction(weights, kept, prefixed(PREFIX, statistics))
 
 
-def importance_weights(x: CorrectionInputs, config: RolloutCorrectionConfig, kept: Tensor) -> tuple[Tensor, Reduced]:
-    """Truncated (TIS) or zeroed outside the band (IcePop), `[T]` in the dtype of the log-probs."""
+NORM_FACTOR = "rollout_is_batch_norm_factor"
+"""The metric that tells what the importance weights were divided by."""
+
+
+def importance_weights(x: CorrectionInputs, config: RolloutCorrectionConfig, kept: Tensor) -> tuple[Tensor, Statistics]:
+    """Truncated (TIS) or zeroed outside the band (IcePop), `[T]` float64, before they are normalised."""
     plugin, bounds = IMPORTANCE_WEIGHTS.get(config.rollout_is), config.is_bounds
-    per_sequence = bool((plugin.traits or {}).get("per_sequence"))
+    per_sequence = plugin.traits.per_sequence
     log_weights = plugin.fn(x.log_ratio, x.mask, x.segments)
     raw = torch.where(x.mask, clamped(log_weights).exp(), 0.0)
     if bounds.lower is None:
         weights = raw.clamp(max=bounds.upper)
     else:
         weights = torch.where((raw >= bounds.lower) & (raw <= bounds.upper), raw, 0.0)
-    summary = _weight_summary(x, log_weights, raw, weights, bounds, per_sequence)
-    if config.rollout_is_batch_normalize:
-        _mean_of_kept(summary, x, weights, kept, per_sequence)
-    reduced = summary.finish(x.reduction)
-    weights = weights / reduced.numbers().get("rollout_is_batch_norm_factor", 1.0)
-    return weights.to(x.log_probs.dtype), reduced
-
-
-def _mean_of_kept(summary: Summary, x: CorrectionInputs, weights: Tensor, kept: Tensor, per_sequence: bool) -> None:
-    """Over tokens, or over trajectories where each has one weight."""
-    name = "rollout_is_batch_norm_factor"
+    statistics = weight_statistics(x, raw, weights, bounds)
     if per_sequence:
-        summary.normaliser(name, x.segments.mean(weights, kept), x.segments.lengths(kept) > 0)
+        statistics |= _extremes_of_trajectories(x, log_weights, bounds)
     else:
-        summary.normaliser(name, weights, kept)
+        statistics |= _extremes_of_tokens(x, raw, weights, bounds)
+    if config.rollout_is_batch_normalize and per_sequence:  # over trajectories, where each has one weight
+        present = x.segments.lengths(kept) > 0
+        statistics[NORM_FACTOR] = normaliser(x.segments.mean(weights, kept), present)
+    elif config.rollout_is_batch_normalize:
+        statistics[NORM_FACTOR] = normaliser(weights, kept)
+    return weights, statistics
 
 
-def _weight_summary(
-    x: CorrectionInputs, log_weights: Tensor, raw: Tensor, weights: Tensor, bounds: Bounds, per_sequence: bool
-) -> Summary:
-    summary, mask, present = Summary(), x.mask, x.present
-    lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
+def weight_statistics(x: CorrectionInputs, raw: Tensor, weights: Tensor, bounds: Bounds) -> Statistics:
+    """Of the weights `[T]` before (`raw`) and after truncation."""
+    mask, present, lower = x.mask, x.present, _lower(bounds)
     by_sequence, raw_by_sequence = x.segments.mean(weights, mask), x.segments.mean(raw, mask)
-    if per_sequence:  # extremes and fractions are of the weights before truncation, one for each trajectory
-        of_sequence = x.segments.mean(log_weights, mask)
-        summary.largest("rollout_is_max", of_sequence.clamp(max=20.0).exp(), present)
-        summary.smallest("rollout_is_min", of_sequence.exp(), present)
-        summary.mean("rollout_is_ratio_fraction_high", of_sequence > log(bounds.upper), present)
-        summary.mean("rollout_is_ratio_fraction_low", of_sequence < log(lower), present)
-    else:
-        summary.largest("rollout_is_max", weights, mask)
-        summary.smallest("rollout_is_min", weights, mask)
-        summary.mean("rollout_is_ratio_fraction_high", raw > bounds.upper, mask)
-        summary.mean("rollout_is_ratio_fraction_low", raw < lower, mask)
-    summary.mean("rollout_is_mean", weights, mask)
-    summary.std("rollout_is_std", weights, mask, unbiased=False)
-    summary.effective_sample_size("rollout_is_eff_sample_size", weights, mask)
-    summary.mean("rollout_is_seq_mean", by_sequence, present)
-    summary.std("rollout_is_seq_std", by_sequence, present, unbiased=True)
-    summary.largest("rollout_is_seq_max", by_sequence, present)
-    summary.smallest("rollout_is_seq_min", by_sequence, present)
-    summary.largest("rollout_is_seq_max_deviation", (by_sequence - 1).abs(), present)
-    summary.mean("rollout_is_seq_fraction_high", raw_by_sequence > bounds.upper, present)
-    summary.mean("rollout_is_seq_fraction_low", raw_by_sequence < lower, present)
+    statistics = {
+        "rollout_is_mean": mean(weights, mask),
+        "rollout_is_std": std(weights, mask, unbiased=False),
+        "rollout_is_eff_sample_size": effective_sample_size(weights, mask),
+        "rollout_is_seq_mean": mean(by_sequence, present),
+        "rollout_is_seq_std": std(by_sequence, present, unbiased=True),
+        "rollout_is_seq_max": largest(by_sequence, present),
+        "rollout_is_seq_min": smallest(by_sequence, present),
+        "rollout_is_seq_max_deviation": largest((by_sequence - 1).abs(), present),
+        "rollout_is_seq_fraction_high": mean(raw_by_sequence > bounds.upper, present),
+        "rollout_is_seq_fraction_low": mean(raw_by_sequence < lower, present),
+    }
     if bounds.lower is not None:
-        summary.mean("rollout_is_oob_ratio", (raw < bounds.lower) | (raw > bounds.upper), mask)
-    return summary
+        statistics["rollout_is_oob_ratio"] = mean((raw < bounds.lower) | (raw > bounds.upper), mask)
+    return statistics
 
 
-def reject(x: CorrectionInputs, config: RolloutCorrectionConfig) -> tuple[Tensor, Reduced]:
+def _extremes_of_tokens(x: CorrectionInputs, raw: Tensor, weights: Tensor, bounds: Bounds) -> Statistics:
+    return {
+        "rollout_is_max": largest(weights, x.mask),
+        "rollout_is_min": smallest(weights, x.mask),
+        "rollout_is_ratio_fraction_high": mean(raw > bounds.upper, x.mask),
+        "rollout_is_ratio_fraction_low": mean(raw < _lower(bounds), x.mask),
+    }
+
+
+def _extremes_of_trajectories(x: CorrectionInputs, log_weights: Tensor, bounds: Bounds) -> Statistics:
+    """Of the weights before truncation, one for each trajectory."""
+    of_sequence, present = x.segments.mean(log_weights, x.mask), x.present
+    return {
+        "rollout_is_max": largest(of_sequence.clamp(max=20.0).exp(), present),
+        "rollout_is_min": smallest(of_sequence.exp(), present),
+        "rollout_is_ratio_fraction_high": mean(of_sequence > log(bounds.upper), present),
+        "rollout_is_ratio_fraction_low": mean(of_sequence < log(_lower(bounds)), present),
+    }
+
+
+def _lower(bounds: Bounds) -> float:
+    return 1 / bounds.upper if bounds.lower is None else bounds.lower
+
+
+def reject(x: CorrectionInputs, config: RolloutCorrectionConfig) -> tuple[Tensor, Statistics]:
     """`kept [T]` bool: what every option keeps; and how much each rejects."""
-    kept, summary = x.mask.clone(), Summary()
-    for name, option, bounds in config.rs_bounds:
+    kept, statistics = x.mask.clone(), {}
+    for name, bounds in config.rs_bounds.items():
+        option = REJECTIONS.get(name)
         divergence = option.fn(clamped(x.log_ratio), x.mask, x.segments)
         keeps = divergence <= bounds.upper
         if bounds.lower is not None:
             keeps &= divergence >= bounds.lower
-        keeps = x.segments.expand(keeps) if option.per_sequence else keeps
-        _rejection_summary(summary, f"rollout_rs_{name}", x, option, divergence, bounds)
-        _masked_fractions(summary, f"rollout_rs_{name}", x, keeps)
+        keeps = x.segments.expand(keeps) if option.traits.per_sequence else keeps
+        of_option = divergence_statistics(x, option.traits.per_sequence, divergence, bounds)
+        statistics |= prefixed(f"rollout_rs_{name}_", of_option | _masked_fractions(x, keeps))
         kept &= keeps
     if config.rollout_rs is not None:
-        _masked_fractions(summary, "rollout_rs", x, kept)
-    return kept, summary.finish(x.reduction)
+        statistics |= prefixed("rollout_rs_", _masked_fractions(x, kept))
+    return kept, statistics
 
 
-def _masked_fractions(summary: Summary, name: str, x: CorrectionInputs, keeps: Tensor) -> None:
+def _masked_fractions(x: CorrectionInputs, keeps: Tensor) -> Statistics:
     """Of tokens, and of trajectories that lose any token."""
     rejected = x.mask & ~keeps
-    summary.mean(f"{name}_masked_fraction", rejected, x.mask)
-    summary.mean(f"{name}_seq_masked_fraction", x.segments.lengths(rejected) > 0, x.present)
+    return {
+        "masked_fraction": mean(rejected, x.mask),
+        "seq_masked_fraction": mean(x.segments.lengths(rejected) > 0, x.present),
+    }
 
 
-def _rejection_summary(
-    summary: Summary, name: str, x: CorrectionInputs, option: Rejection, divergence: Tensor, bounds: Bounds
-) -> None:
-    two_sided = bounds.lower is not None
+def divergence_statistics(x: CorrectionInputs, per_sequence: bool, divergence: Tensor, bounds: Bounds) -> Statistics:
+    """Of what a rejection option goes by: `[S]` if `per_sequence`, else `[T]`."""
+    two_sided, present = bounds.lower is not None, x.present
     lower = bounds.lower if two_sided else 0.0
-    if option.per_sequence:
-        by_token, by_sequence, over = x.segments.expand(divergence), divergence, x.present
+    if per_sequence:
+        by_token, by_sequence, over = x.segments.expand(divergence), divergence, present
     else:
         by_token, by_sequence, over = divergence, x.segments.mean(divergence, x.mask), x.mask
     below = divergence < lower if two_sided else torch.zeros_like(divergence, dtype=torch.bool)
-    summary.mean(f"{name}_mean", by_token, x.mask)
-    summary.std(f"{name}_std", by_token.clamp(lower, bounds.upper), x.mask, unbiased=False)
-    summary.largest(f"{name}_max", divergence, over)
-    summary.smallest(f"{name}_min", divergence, over)
-    summary.mean(f"{name}_fraction_high", divergence > bounds.upper, over)
-    summary.mean(f"{name}_fraction_low", below, over)
-    summary.mean(f"{name}_seq_mean", by_sequence, x.present)
-    summary.std(f"{name}_seq_std", by_sequence, x.present, unbiased=True)
-    summary.largest(f"{name}_seq_max", by_sequence, x.present)
-    summary.smallest(f"{name}_seq_min", by_sequence, x.present)
-    summary.largest(f"{name}_seq_max_deviation", by_sequence.abs(), x.present)
-    summary.mean(f"{name}_seq_fraction_high", by_sequence > bounds.upper, x.present)
+    statistics = {
+        "mean": mean(by_token, x.mask),
+        "std": std(by_token.clamp(lower, bounds.upper), x.mask, unbiased=False),
+        "max": largest(divergence, over),
+        "min": smallest(divergence, over),
+        "fraction_high": mean(divergence > bounds.upper, over),
+        "fraction_low": mean(below, over),
+        "seq_mean": mean(by_sequence, present),
+        "seq_std": std(by_sequence, present, unbiased=True),
+        "seq_max": largest(by_sequence, present),
+        "seq_min": smallest(by_sequence, present),
+        "seq_max_deviation": largest(by_sequence.abs(), present),
+        "seq_fraction_high": mean(by_sequence > bounds.upper, present),
+    }
     if two_sided:
-        summary.mean(f"{name}_seq_fraction_low", by_sequence < lower, x.present)
+        statistics["seq_fraction_low"] = mean(by_sequence < lower, present)
+    return statistics
 
 
-def off_policy_summary(x: CorrectionInputs) -> Reduced:
+def mismatch(log_ratio: Tensor, mask: Tensor) -> Statistics:
+    """How far `log pi_train - log pi_rollout`, `[T]`, is from 0: KL(rollout || train) as k1, and the mean distance."""
+    return {"kl": mean(-log_ratio, mask), "log_prob_distance": mean(log_ratio.abs(), mask)}
+
+
+def off_policy_statistics(x: CorrectionInputs) -> Statistics:
     """How far pi_train is from the policy that generated: perplexities, KL estimates, chi-square."""
-    summary, mask, present, mean = Summary(), x.mask, x.present, x.segments.mean
-    log_ratio = x.log_ratio
-    train, rollout = mean(x.log_probs.double(), mask), mean(x.rollout_log_probs.double(), mask)
+    mask, present, log_ratio = x.mask, x.present, x.log_ratio
+    train = x.segments.mean(x.log_probs.double(), mask)
+    rollout = x.segments.mean(x.rollout_log_probs.double(), mask)
     difference = rollout - train
-    summary.mean("training_ppl", (-train).exp(), present)
-    summary.mean("training_log_ppl", -train, present)
-    summary.mean("rollout_ppl", (-rollout).exp(), present)
-    summary.mean("rollout_log_ppl", -rollout, present)
-    summary.mean("kl", -log_ratio, mask)
-    summary.mean("k3_kl", torch.expm1(clamped(log_ratio)) - log_ratio, mask)
-    summary.mean("log_ppl_diff", difference, present)
-    summary.mean("log_ppl_abs_diff", difference.abs(), present)
-    summary.largest("log_ppl_diff_max", difference, present)
-    summary.smallest("log_ppl_diff_min", difference, present)
-    summary.mean("ppl_ratio", difference.exp(), present)
-    summary.mean("chi2_token", (2 * clamped(log_ratio)).exp() - 1, mask)
-    summary.mean("chi2_seq", (2 * clamped(x.segments.sum(log_ratio, mask))).exp() - 1, present)
-    return summary.finish(x.reduction)
+    return mismatch(log_ratio, mask) | {
+        "training_ppl": mean((-train).exp(), present),
+        "training_log_ppl": mean(-train, present),
+        "rollout_ppl": mean((-rollout).exp(), present),
+        "rollout_log_ppl": mean(-rollout, present),
+        "k3_kl": mean(torch.expm1(clamped(log_ratio)) - log_ratio, mask),
+        "log_ppl_diff": mean(difference, present),
+        "log_ppl_abs_diff": mean(difference.abs(), present),
+        "log_ppl_diff_max": largest(difference, present),
+        "log_ppl_diff_min": smallest(difference, present),
+        "ppl_ratio": mean(difference.exp(), present),
+        "chi2_token": mean((2 * clamped(log_ratio)).exp() - 1, mask),
+        "chi2_seq": mean((2 * clamped(x.segments.sum(log_ratio, mask))).exp() - 1, present),
+    }

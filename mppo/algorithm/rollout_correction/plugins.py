@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,17 +11,35 @@ from mppo.algorithm.kl import LOG_RATIO_LIMIT
 from mppo.algorithm.segments import Segments
 from mppo.registry import Registry
 
-IMPORTANCE_WEIGHTS: Registry[Callable[[Tensor, Tensor, Segments], Tensor]] = Registry(
-    "importance weight", traits=("per_sequence",)
-)
-"""`(log_ratio [T], mask [T], segments) -> log-weights [T]`; register with `per_sequence=True` where all tokens of a
-trajectory have the same. The log-ratio is `log pi_train - log pi_rollout`."""
 
-REJECTIONS: Registry[Callable[[Tensor, Tensor, Segments], Tensor]] = Registry(
-    "rejection option", traits=("per_sequence", "log_ratio")
+@dataclass(frozen=True)
+class ImportanceWeightTraits:
+    """What a kind of importance weights declares."""
+
+    per_sequence: bool = False
+    """All tokens of a trajectory have the same weight."""
+
+
+IMPORTANCE_WEIGHTS: Registry[Callable[[Tensor, Tensor, Segments], Tensor], ImportanceWeightTraits] = Registry(
+    "importance weight", ImportanceWeightTraits
 )
-"""`(log_ratio [T] clamped to +-20, mask [T], segments) -> divergence [T], or [S] with `per_sequence=True``. Register
-with `log_ratio=True` where it is a (negated) log-ratio, whose bounds are given as bounds of the ratio."""
+"""`(log_ratio [T], mask [T], segments) -> log-weights [T]`. The log-ratio is `log pi_train - log pi_rollout`."""
+
+
+@dataclass(frozen=True)
+class RejectionTraits:
+    """What a rejection option declares."""
+
+    per_sequence: bool = False
+    """One divergence for each trajectory, which is kept or rejected whole."""
+    log_ratio: bool = False
+    """The divergence is a negated log-ratio, and its bounds are given as bounds of the ratio."""
+
+
+REJECTIONS: Registry[Callable[[Tensor, Tensor, Segments], Tensor], RejectionTraits] = Registry(
+    "rejection option", RejectionTraits
+)
+"""`(log_ratio [T] clamped to +-20, mask [T], segments) -> divergence [T]`, or `[S]` with `per_sequence=True`."""
 
 
 @IMPORTANCE_WEIGHTS.register("token")
@@ -35,28 +54,13 @@ def sequence(log_ratio: Tensor, mask: Tensor, segments: Segments) -> Tensor:
     return segments.expand(segments.sum(log_ratio, mask))
 
 
-@dataclass(frozen=True)
-class Rejection:
-    """An option of `rollout_rs`."""
-
-    fn: Callable[[Tensor, Tensor, Segments], Tensor]
-    per_sequence: bool
-    is_log_ratio: bool
-
-    @classmethod
-    def named(cls, name: str) -> "Rejection":
-        """Raises ConfigError for an unknown name."""
-        plugin = REJECTIONS.get(name)
-        traits = plugin.traits or {}
-        return cls(plugin.fn, traits.get("per_sequence", False), traits.get("log_ratio", False))
-
-
 def k1(log_ratio: Tensor) -> Tensor:
     """Estimates KL(rollout || train) without bias; one token may be negative."""
     return -log_ratio
 
 
 def k2(log_ratio: Tensor) -> Tensor:
+    """Half the square: never negative, biased."""
     return 0.5 * log_ratio.square()
 
 
@@ -65,25 +69,39 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def _register_options() -> None:
-    """token_k1 .. token_k3, seq_sum_*, seq_mean_*, and seq_max_k2, seq_max_k3: a largest k1 would bound one side."""
-
-    def per_token(divergence):
-        return lambda log_ratio, mask, segments: divergence(log_ratio)
-
-    def per_sequence(divergence, over):
-        return lambda log_ratio, mask, segments: getattr(segments, over)(divergence(log_ratio), mask)
-
-    for divergence in (k1, k2, k3):
-        name, is_log_ratio = divergence.__name__, divergence is k1
-        REJECTIONS.register(f"token_{name}", log_ratio=is_log_ratio)(per_token(divergence))
-        for over in ("sum", "mean", "max"):
-            if (over, name) != ("max", "k1"):
-                options = {"per_sequence": True, "log_ratio": is_log_ratio}
-                REJECTIONS.register(f"seq_{over}_{name}", **options)(per_sequence(divergence, over))
+Divergence = Callable[[Tensor], Tensor]
+OverTrajectory = Callable[[Segments, Tensor, Tensor], Tensor]
 
 
-_register_options()
+def of_tokens(divergence: Divergence, log_ratio: Tensor, mask: Tensor, segments: Segments) -> Tensor:
+    """`[T]`: the divergence of each token."""
+    return divergence(log_ratio)
+
+
+def of_trajectories(
+    divergence: Divergence, over: OverTrajectory, log_ratio: Tensor, mask: Tensor, segments: Segments
+) -> Tensor:
+    """`[S]`: the divergences of a trajectory's actions, taken together."""
+    return over(segments, divergence(log_ratio), mask)
+
+
+PER_TOKEN: dict[str, Divergence] = {"token_k1": k1, "token_k2": k2, "token_k3": k3}
+PER_TRAJECTORY: dict[str, tuple[Divergence, OverTrajectory]] = {
+    "seq_sum_k1": (k1, Segments.sum),
+    "seq_sum_k2": (k2, Segments.sum),
+    "seq_sum_k3": (k3, Segments.sum),
+    "seq_mean_k1": (k1, Segments.mean),
+    "seq_mean_k2": (k2, Segments.mean),
+    "seq_mean_k3": (k3, Segments.mean),
+    "seq_max_k2": (k2, Segments.max),  # of k1 the largest would bound one side only
+    "seq_max_k3": (k3, Segments.max),
+}
+for _name, _divergence in PER_TOKEN.items():
+    REJECTIONS.register(_name, log_ratio=_divergence is k1)(partial(of_tokens, _divergence))
+for _name, (_divergence, _over) in PER_TRAJECTORY.items():
+    REJECTIONS.register(_name, per_sequence=True, log_ratio=_divergence is k1)(
+        partial(of_trajectories, _divergence, _over)
+    )
 
 
 def clamped(log_ratio: Tensor) -> Tensor:

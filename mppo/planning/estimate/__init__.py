@@ -17,6 +17,7 @@ class StageEstimate:
     """Of one rank of a pipeline stage."""
 
     stage: int
+    layers: int
     held: Memory
     sent: Sent
     """In one optimizer step."""
@@ -24,7 +25,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of the worst rank of each pipeline stage that differs from others: the first, one in the middle, the last."""
+    """Of the worst rank of each pipeline stage that differs from others (see `Layout.stages`)."""
 
     load: Load
     stages: list[StageEstimate]
@@ -34,9 +35,12 @@ def estimate(model: ModelConfig, layout: Layout, load: Load, terms: HeadTerms) -
     """Of one optimizer step."""
     stages = [
         StageEstimate(
-            stage, held_by(model, layout, load, stage, terms), sent_by(model, layout, load, stage, terms.policies)
+            stage,
+            layout.layers(model, stage),
+            held_by(model, layout, load, stage, terms),
+            sent_by(model, layout, load, stage, terms.policies),
         )
-        for stage in layout.stages()
+        for stage in layout.stages(model)
     ]
     return Estimate(load, stages)
 

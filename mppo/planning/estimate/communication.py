@@ -39,9 +39,9 @@ def sent_by(model: ModelConfig, layout: Layout, load: Load, stage: int, policies
     return Sent(
         tensor_parallel=_tensor_parallel(model, layout, load, stage, policies),
         pipeline=_pipeline(model, layout, load, stage),
-        context=_context(model, layout, load),
+        context=_context(model, layout, load, stage),
         data_parallel=_data_parallel(model, layout, stage),
-        experts=_experts(model, layout, load),
+        experts=_experts(model, layout, load, stage),
     )
 
 
@@ -67,7 +67,7 @@ def _tensor_parallel(model: ModelConfig, layout: Layout, load: Load, stage: int,
     """
     sizes = layout.sizes
     forward, backward = 2, 3 if sizes.sequence_parallel else 2
-    layers, again = layout.layers(model), layout.recomputed_layers(model)
+    layers, again = layout.layers(model, stage), layout.recomputed_layers(model, stage)
     gathers = layers * (forward + backward) + again * forward
     if model.num_experts is None:
         gathers += layers * (forward + backward) + (layers if layout.recomputes("mlp") else again) * forward
@@ -98,10 +98,10 @@ def _pipeline(model: ModelConfig, layout: Layout, load: Load, stage: int) -> int
     return sent
 
 
-def _context(model: ModelConfig, layout: Layout, load: Load) -> int:
+def _context(model: ModelConfig, layout: Layout, load: Load, stage: int) -> int:
     """Keys and values are gathered, their gradients summed up and scattered."""
-    sizes, layers = layout.sizes, layout.layers(model)
-    passes = 2 * layers + (layers if layout.recomputes("core_attn") else layout.recomputed_layers(model))
+    sizes, layers = layout.sizes, layout.layers(model, stage)
+    passes = 2 * layers + (layers if layout.recomputes("core_attn") else layout.recomputed_layers(model, stage))
     of_ranks = load.all_tokens * sizes.cp * 2 * model.num_query_groups * model.head_dim // sizes.tp
     return gathered(passes * of_ranks * layout.bytes_per_weight, sizes.cp)
 
@@ -124,7 +124,7 @@ def _data_parallel(model: ModelConfig, layout: Layout, stage: int) -> int:
     return sent
 
 
-def _experts(model: ModelConfig, layout: Layout, load: Load) -> int:
+def _experts(model: ModelConfig, layout: Layout, load: Load, stage: int) -> int:
     """Tokens go to the ranks of their experts and come back; experts that TP cuts get the tokens of all its ranks.
 
     Each with its probability (one way), after an exchange of how many there are.
@@ -132,8 +132,8 @@ def _experts(model: ModelConfig, layout: Layout, load: Load) -> int:
     sizes = layout.sizes
     if model.num_experts is None:
         return 0
-    layers = layout.layers(model)
-    again = layers if layout.recomputes("moe") else layout.recomputed_layers(model)
+    layers = layout.layers(model, stage)
+    again = layers if layout.recomputes("moe") else layout.recomputed_layers(model, stage)
     forward, passes = layers + again, 2 * layers + again
     routed = model.moe_topk * load.all_tokens // layout.cut
     moved = passes * routed * (2 * model.hidden_size * layout.bytes_per_weight + FP32)

@@ -72,7 +72,7 @@ def held_by(model: ModelConfig, layout: Layout, load: Load, stage: int, terms: H
 
 def activation_bytes(model: ModelConfig, layout: Layout, load: Load, stage: int) -> int:
     """Kept at the highest moment: by the micro-batches in flight, and by the head or what is recomputed first."""
-    layer, layers, again = Layer(model, layout), layout.layers(model), layout.recomputed_layers(model)
+    layer, layers, again = Layer(model, layout), layout.layers(model, stage), layout.recomputed_layers(model, stage)
     group = layout.recompute.num_layers if layout.recompute.method == "uniform" else 1
     kept = (layers - again) * layer.kept + -(-again // group) * layer.entry
     beside = load.tokens * (group * layer.kept - layer.entry if again else layer.recomputed)

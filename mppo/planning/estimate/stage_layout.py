@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from mppo.config import OptimConfig, ParallelConfig, RecomputeConfig
 from mppo.megatron.model_config import ModelConfig
+from mppo.megatron.stage_layers import layers_of_stages
 from mppo.megatron.topology import Sizes
 
 FP32 = 4
@@ -13,6 +14,7 @@ FP32 = 4
 class Layout:
     """The numbers of ranks, and what the dtype, the optimizer and recomputation make of them."""
 
+    parallel: ParallelConfig
     sizes: Sizes
     bytes_per_weight: int
     optim: OptimConfig
@@ -22,7 +24,7 @@ class Layout:
     def of(
         cls, parallel: ParallelConfig, dp: int, dtype: str, optim: OptimConfig, recompute: RecomputeConfig
     ) -> "Layout":
-        return cls(Sizes.of(parallel, dp), 2 if dtype == "bfloat16" else FP32, optim, recompute)
+        return cls(parallel, Sizes.of(parallel, dp), 2 if dtype == "bfloat16" else FP32, optim, recompute)
 
     @property
     def bytes_per_gradient(self) -> int:
@@ -43,21 +45,24 @@ class Layout:
         """Ranks over which activations between tensor-parallel regions are cut."""
         return self.sizes.tp if self.sizes.sequence_parallel else 1
 
-    def stages(self) -> list[int]:
-        """The pipeline stages that differ: the first, one in the middle, the last."""
-        return sorted({0, min(1, self.sizes.pp - 1), self.sizes.pp - 1})
+    def stages(self, model: ModelConfig) -> list[int]:
+        """The pipeline stages that differ: the first, those in the middle with the most micro-batches in flight of each
+        number of layers, the last."""
+        last = self.sizes.pp - 1
+        middle = {self.layers(model, stage): stage for stage in reversed(range(1, last))}
+        return sorted({0, *middle.values(), last})
 
-    def layers(self, model: ModelConfig) -> int:
+    def layers(self, model: ModelConfig, stage: int) -> int:
         """Of a pipeline stage."""
-        return model.num_layers // self.sizes.pp
+        return sum(map(len, layers_of_stages(model, self.parallel)[stage]))
 
-    def recomputed_layers(self, model: ModelConfig) -> int:
+    def recomputed_layers(self, model: ModelConfig, stage: int) -> int:
         """Layers of a stage that are run again, whole, in the backward pass."""
         if self.recompute.granularity != "full":
             return 0
-        chunks = self.sizes.vpp or 1
-        layers = self.layers(model)
-        return layers if self.recompute.method == "uniform" else min(chunks * self.recompute.num_layers, layers)
+        if self.recompute.method == "uniform":
+            return self.layers(model, stage)
+        return sum(min(self.recompute.num_layers, len(c)) for c in layers_of_stages(model, self.parallel)[stage])
 
     def recomputes(self, module: str) -> bool:
         """Whether a part of each layer is run again."""
@@ -83,7 +88,7 @@ class Weights:
 
 def stage_weights(model: ModelConfig, layout: Layout, stage: int) -> Weights:
     """Parameters of one rank of a pipeline stage; experts are cut as TP says where EP does not deal them out."""
-    tp, layers = layout.sizes.tp, layout.layers(model)
+    tp, layers = layout.sizes.tp, layout.layers(model, stage)
     h, d = model.hidden_size, model.head_dim
     query_key_norms = layers * 2 * d * model.qk_norm
     whole = layers * 2 * h + query_key_norms

@@ -12,8 +12,9 @@ def print_estimate(found: Estimate, console: Console) -> None:
     console.print(_mix(found.load))
     table = Table(title="the actor on the worst rank of a pipeline stage, on paper (GiB)")
     table.add_column("")
-    for name in _names(len(found.stages)):
-        table.add_column(name, justify="right")
+    for stage in found.stages:
+        table.add_column("every stage" if len(found.stages) == 1 else f"stage {stage.stage}", justify="right")
+    table.add_row("layers", *(str(stage.layers) for stage in found.stages), end_section=True)
     for title, parts in (
         ("holds", [stage.held for stage in found.stages]),
         ("sends in an optimizer step", [stage.sent for stage in found.stages]),
@@ -32,10 +33,6 @@ def _mix(load: Load) -> Table:
     table.add_row("tokens of all micro-batches", str(load.all_tokens))
     table.add_row("workload of the heaviest data-parallel rank over the mean", f"{load.worst_over_mean:.4g}")
     return table
-
-
-def _names(stages: int) -> list[str]:
-    return {1: ["every stage"], 2: ["first stage", "last stage"]}.get(stages, ["first", "in the middle", "last"])
 
 
 def _gib(count: int) -> str:

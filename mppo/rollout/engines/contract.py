@@ -4,12 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mppo.batch.trajectory import Span, Status, TrajectoryId
-from mppo.errors import MppoError
-from mppo.weights.export import WeightSource
-
-
-class EngineError(MppoError, RuntimeError):
-    """A rollout engine cannot answer: it has no weights, an update failed, or it does not answer in time."""
+from mppo.weights.live_weights import LiveWeights
 
 
 @dataclass(frozen=True)
@@ -37,9 +32,9 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: tuple[int, ...]
-    """What its random numbers are drawn from: an engine that can gives the same request the same answer, on any rank."""
+    """What its random numbers are drawn from. An engine that can answers the same request alike, on any rank."""
     timeout_s: float
-    """Seconds after which the engine gives up and answers with what it has, as aborted."""
+    """After so many seconds the engine gives up and answers with what it has, as aborted."""
 
     @property
     def group(self) -> int:
@@ -65,8 +60,9 @@ class RolloutEngine(Protocol):
         """Continue a prompt. Raises EngineError without weights, and after an update that failed."""
         ...
 
-    async def update_weights(self, source: WeightSource, version: int) -> None:
-        """Take in the trainer's weights, under the number of actor updates that made them.
+    async def update_weights(self, weights: LiveWeights, version: int) -> None:
+        """Take in the trainer's weights, under the number of actor updates that made them, by a plan from their layout
+        to the engine's own.
 
         Every rank of the trainer calls it at the same time. After a failure the engine answers nothing until an update
         succeeds. Raises ModelError when the weights are not the engine's.

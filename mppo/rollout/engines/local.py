@@ -11,10 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from mppo.batch.trajectory import Span, Status
-from mppo.rollout.engines.contract import Completion, EngineError, Request, SamplingParams
+from mppo.errors import EngineError, ModelError
+from mppo.rollout.engines.contract import Completion, Request, SamplingParams
 from mppo.rollout.engines.sampling import draw, uniforms
-from mppo.weights.export import WeightSource
 from mppo.weights.fused import on_disk
+from mppo.weights.live_weights import LiveWeights
+from mppo.weights.transfer_plan import Layout, whole_tensors
+from mppo.weights.transports.point_to_point import PointToPoint
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,29 @@ class LocalEngine:
         self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
         self.version: int | None = None
         """Of the weights; None before the first and after a failed update."""
+        self._transport = PointToPoint()
+        self._layout: Layout | None = None
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
 
     @torch.no_grad()
-    async def update_weights(self, source: WeightSource, version: int) -> None:
+    async def update_weights(self, weights: LiveWeights, version: int) -> None:
         """See `RolloutEngine`."""
         self.version = None
-        source.copy_whole(on_disk(self.model.named_parameters()))
+        parameters, given = on_disk(self.model.named_parameters()), weights.layout.tensors
+        if unknown := given.keys() - parameters.keys():
+            raise ModelError(f"the local engine's model has no tensor {', '.join(sorted(unknown))}")
+        if missing := parameters.keys() - given.keys():
+            raise ModelError(f"the local engine did not receive {', '.join(sorted(missing))}")
+        self._transport.run(weights.plan_for(self._target(weights)), weights, parameters)
         self.version = version
+
+    def _target(self, weights: LiveWeights) -> Layout:
+        """All tensors, whole, on every rank; made once, since the plan is kept by it."""
+        if self._layout is None:
+            names = {rank: list(weights.layout.tensors) for rank in weights.layout.holdings}
+            self._layout = whole_tensors(weights.layout.tensors, names, self.model.dtype)
+        return self._layout
 
     async def close(self) -> None:
         """Nothing is held that the process does not give back."""
@@ -71,10 +88,11 @@ class LocalEngine:
                 completions = await asyncio.to_thread(self._complete, batch)
             except Exception as error:
                 for waiting in batch:
-                    waiting.answer.set_exception(error)
+                    if not waiting.answer.done():  # whoever gave up waiting has cancelled it
+                        waiting.answer.set_exception(error)
             else:
                 for waiting, completion in zip(batch, completions, strict=True):
-                    if not waiting.answer.done():  # nobody waits for it any more
+                    if not waiting.answer.done():
                         waiting.answer.set_result(completion)
 
     def _next_batch(self) -> list[_Waiting]:
@@ -111,7 +129,7 @@ class LocalEngine:
             attention = torch.cat([attention, attention.new_ones(len(batch), 1)], 1)
             logits = self._next_logits(chosen[:, None], attention, positions, cache)
         rows = torch.stack(written, 1).cpu(), torch.stack(log_probs, 1).cpu(), stopped_at.cpu(), late_at
-        return [self._completion(*(x[i] for x in rows)) for i in range(len(batch))]
+        return [self._completion(params, *(x[i] for x in rows)) for i in range(len(batch))]
 
     def _read(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor, DynamicCache]:
         """Put each distinct prompt through the model once.
@@ -144,12 +162,14 @@ class LocalEngine:
         )
         return output.logits[:, -1]
 
-    def _completion(self, written: Tensor, log_probs: Tensor, stopped_at: Tensor, late_at: Tensor) -> Completion:
+    def _completion(
+        self, params: SamplingParams, written: Tensor, log_probs: Tensor, stopped_at: Tensor, late_at: Tensor
+    ) -> Completion:
         """Of one row: up to where it stopped, or where its time was up before."""
         stopped, late = int(stopped_at), int(late_at)
         if stopped and not 0 < late < stopped:
             length, status = stopped, Status.FINISHED
-        elif late and late < len(written):
+        elif late and late < params.max_new_tokens:
             length, status = late, Status.ABORTED
         else:
             length, status = len(written), Status.TRUNCATED

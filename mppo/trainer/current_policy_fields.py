@@ -1,55 +1,26 @@
-"""What estimators and losses are given of the batch.
+"""What an update of the actor must know of its whole mini-batch before the training pass.
 
-What an update of the actor must know of its whole mini-batch is found before the training pass. Bypass mode weighs
-and rejects by the current policy against the rollout's; some losses choose tokens over the mini-batch. Both see the
-current log-probs of all of it, whatever the cut.
+Bypass mode weighs and rejects by the current policy against the rollout's; some losses choose tokens over the
+mini-batch. Both see the current log-probs of all of it, whatever the cut.
 """
 
 import random
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from mppo.algorithm.advantages import AdvantageInputs
 from mppo.algorithm.policy_losses import MiniBatchInputs, PolicyLoss
 from mppo.algorithm.reduction import Reduction
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct
-from mppo.algorithm.summary import Reduced
-from mppo.batch.packed import PackedBatch
+from mppo.algorithm.statistics import Statistics
+from mppo.batch.packed import PREPARED, PackedBatch
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.objectives import LogProbPass
 from mppo.trainer.batches import StepBatch
 from mppo.trainer.roles import TrainableRole
 from mppo.trainer.run_spec import RunSpec
-
-
-def advantage_inputs(batch: StepBatch, reduction: Reduction) -> AdvantageInputs:
-    """What an estimator sees of this rank's part."""
-    packed, table = batch.packed, batch.table
-    indices = packed.indices.tolist()
-
-    def of_mine(numbers: list[float]) -> Tensor:
-        return torch.tensor([numbers[i] for i in indices], dtype=torch.double)
-
-    names = set(table.parts[0]).intersection(*table.parts)
-    return AdvantageInputs(
-        rewards=packed.rewards,
-        action_mask=packed.mask,
-        loss_mask=packed.loss_mask,
-        segments=packed.segments,
-        groups=packed.groups,
-        num_groups=max(table.groups) + 1,
-        indices=packed.indices,
-        num_trajectories=len(table),
-        values=packed.values,
-        reduction=reduction,
-        old_log_probs=packed.old_log_probs,
-        sum_pi_squared=packed.sum_pi_squared,
-        rollout_is_weights=packed.rollout_is_weights,
-        reward_baselines=None if table.baselines is None else of_mine(table.baselines),
-        reward_parts={name: of_mine([parts[name] for parts in table.parts]) for name in names},
-    )
 
 
 @dataclass(frozen=True)
@@ -67,34 +38,34 @@ class CurrentPolicyFields:
         correction = self.spec.correction
         return correction.bypass_mode and (correction.rollout_is is not None or correction.rollout_rs is not None)
 
-    def add(self, batch: StepBatch, indices: list[int], number: int) -> tuple[StepBatch, Reduced | None]:
-        """The batch with what the mini-batch `indices` needs, and the numbers of its correction.
+    def add(self, batch: StepBatch, indices: list[int], number: int) -> tuple[StepBatch, Statistics]:
+        """The batch with what the mini-batch `indices` needs, and the statistics of its correction.
 
         It is the `number`th of the training step. Costs a forward pass over it, unless nothing is needed, or the anchor
         is the current policy.
         """
         if not self.corrects and not self.spec.policy_loss.needs_mini_batch:
-            return batch, None
+            return batch, {}
         log_probs = self._current_log_probs(batch, indices, number)
-        summary = None
+        statistics: Statistics = {}
         if self.corrects:
-            batch, summary = self._correct(batch, indices, log_probs)
+            batch, statistics = self._correct(batch, indices, log_probs)
         if self.spec.policy_loss.needs_mini_batch:
             batch = self._run_prepare(batch, indices, log_probs, number)
-        return batch, summary
+        return batch, statistics
 
     def _current_log_probs(self, batch: StepBatch, indices: list[int], number: int) -> Tensor:
         """`[T]`. Before the first update of a step they are those of the anchor, which need no pass."""
         if number == 0 and not self.spec.correction.bypass_mode:
-            return batch.packed.old_log_probs
+            return batch.packed["old_log_probs"]
         limit = self.spec.actor.infer_limit
         return self.actor.forward(batch, limit, LogProbPass(self.head), indices)["log_probs"]
 
-    def _correct(self, batch: StepBatch, indices: list[int], log_probs: Tensor) -> tuple[StepBatch, Reduced]:
+    def _correct(self, batch: StepBatch, indices: list[int], log_probs: Tensor) -> tuple[StepBatch, Statistics]:
         part = _part(batch, indices)
         inputs = CorrectionInputs(
             log_probs=log_probs[part.origin],
-            rollout_log_probs=part.rollout_log_probs,
+            rollout_log_probs=part["rollout_log_probs"],
             mask=part.loss_mask,
             segments=part.segments,
             reduction=self.reduction,
@@ -104,7 +75,7 @@ class CurrentPolicyFields:
             batch = batch.with_fields(rollout_is_weights=_put_back(batch, part, correction.importance_weights))
         kept = batch.packed.loss_mask.clone()
         kept[part.origin] = correction.kept
-        return batch.keeping(kept, self.reduction), correction.summary
+        return batch.keeping(kept, self.reduction), correction.statistics
 
     def _run_prepare(self, batch: StepBatch, indices: list[int], log_probs: Tensor, number: int) -> StepBatch:
         seed = random.Random(f"{self.spec.config.trainer.seed}/{batch.step}/{number}").getrandbits(60)
@@ -119,29 +90,26 @@ def with_prepared(
     `log_probs [T]` are those of the policy about to be updated. Collective over data-parallel ranks.
     """
     part, lengths = _part(batch, indices), batch.table.lengths
-    starts, size = {}, 0
-    for index in indices:
-        starts[index] = size
-        size += lengths[index]
+    ends = accumulate(lengths[i] for i in indices)
+    starts = {index: end - lengths[index] for index, end in zip(indices, ends, strict=True)}
     start = torch.tensor([starts[i] for i in part.indices.tolist()], dtype=torch.long)
     inputs = MiniBatchInputs(
         log_probs=log_probs[part.origin],
-        old_log_probs=part.old_log_probs,
-        advantages=part.advantages,
+        old_log_probs=part["old_log_probs"],
+        advantages=part["advantages"],
         mask=part.loss_mask,
         segments=part.segments,
         batch_positions=part.segments.expand(start) + part.positions,
-        size=size,
         seed=seed,
         reduction=reduction,
     )
     prepared = loss.prepare(inputs)
-    return batch.with_fields(prepared={name: _put_back(batch, part, x) for name, x in prepared.items()})
+    return batch.with_fields({f"{PREPARED}/{name}": _put_back(batch, part, x) for name, x in prepared.items()})
 
 
 def _part(batch: StepBatch, indices: list[int]) -> PackedBatch:
     """This rank's trajectories of the mini-batch."""
-    return batch.packed.select([batch.place_of[i] for i in indices if i in batch.place_of])
+    return batch.packed.select([batch.row_of[i] for i in indices if i in batch.row_of])
 
 
 def _put_back(batch: StepBatch, part: PackedBatch, values: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Agents: how a prompt becomes trajectories. Only they know turns, tools and chat templates."""

@@ -1,0 +1,130 @@
+"""Supervised fine-tuning: the same hook, batches and schedule with the cross entropy of given answers as objective."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+
+import torch
+
+from mppo.algorithm.statistics import mean
+from mppo.batch.trajectory import Answer, Judgement, Trajectory, TrajectoryId
+from mppo.config import Config
+from mppo.errors import ConfigError, DataError
+from mppo.megatron import topology
+from mppo.megatron.collectives import data_parallel_reduction, fail_together
+from mppo.megatron.head import PolicyHead
+from mppo.megatron.objectives import LogProbPass, SupervisedObjective
+from mppo.megatron.topology import Topology
+from mppo.rollout.prompts import Prompt, PromptStream
+from mppo.trainer.assemble import build_actor, read_prompts, records
+from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
+from mppo.trainer.metrics import MeanOverUpdates
+from mppo.trainer.redistribution import balanced_mini_batches, distribute
+from mppo.trainer.run_spec import RunSpec, make_run_spec
+from mppo.weights.export import export_hf
+from mppo.weights.live_weights import LiveWeights
+from mppo.weights.pretrained import PretrainedModel, open_model
+
+UNREAD = ("rollout", "reward", "algorithm", "critic", "ref")
+"""Sections of the configuration that say nothing to supervised training."""
+
+
+class SupervisedTrainer:
+    """Trains the actor on the answers that `data.answer_key` holds. `actor` says how, `data` on what."""
+
+    def __init__(self, config: Config):
+        _refuse_unread(config)
+        self.spec: RunSpec = make_run_spec(config, topology.data_parallel_size(config.parallel, _world_size()))
+        self.config, self.model = config, open_model(config.model, config.trainer.seed)
+        train, self.held_out = read_prompts(config, self.model)
+        self.topology: Topology = topology.initialize(config.parallel, config.trainer.seed)
+        self.actor = build_actor(self.spec, self.model, self.topology)
+        self.head = PolicyHead(self.model.config.vocab_size, 1.0, self.topology.tp_group)
+        self.stream = PromptStream(train, config.trainer.seed if config.data.shuffle else None)
+        self.records = records(config, {"actor": self.model}, self.topology)
+
+    def train(self) -> float:
+        """Run to the last step; returns the mean loss of a token of the held-out answers, or of the last batch."""
+        trainer, reporter = self.config.trainer, self.records.reporter
+        reporter.start(0)
+        loss = 0.0
+        for step in range(trainer.total_training_steps):
+            metrics = self.train_step(step)
+            reporter.step(step + 1, metrics)
+            loss = metrics["sft/token_loss"]
+        if self.held_out is not None:
+            prompts = {number: self.held_out[number] for number in range(len(self.held_out))}
+            loss = self.token_loss(self.batch(prompts, trainer.total_training_steps))
+            reporter.note(f"held-out loss per token: {loss:.4f}")
+        if trainer.save_hf:
+            architecture, numbers = self.model.architecture, self.model.config
+            weights = LiveWeights.of_chunks(self.actor.chunks, architecture, numbers, self.topology)
+            with self.actor.onloaded_weights():
+                export_hf(weights, self.model, f"{trainer.out_dir}/hf")
+        reporter.finish({})
+        return loss
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """Draw prompts, and go through their answers in epochs of mini-batches."""
+        batch = self.batch(self.stream.draw(self.config.data.train_batch_size), step)
+        settings, over_updates = self.spec.actor, MeanOverUpdates("sft/")
+        with self.actor.onloaded():
+            seed = self.config.trainer.seed
+            for piece, indices in balanced_mini_batches(batch, settings, seed, self.topology):
+                mini_batch = cut_mini_batch(piece, indices, settings, self.topology, SupervisedObjective.reads)
+                over_updates.add(
+                    *self.actor.update(mini_batch, SupervisedObjective(self.head, mini_batch.total_tokens))
+                )
+        return over_updates.metrics()
+
+    def batch(self, prompts: Mapping[int, Prompt], step: int) -> StepBatch:
+        """Each rank makes the trajectories of its share of the prompts. Collective."""
+        ranks, rank = _world_size(), self.topology.rank
+        with fail_together():
+            mine = [
+                supervised_answer(number, prompt, self.model, self.config.data.max_response_length)
+                for number, prompt in prompts.items()
+                if number % ranks == rank
+            ]
+        batch = distribute(mine, self.spec, self.model.config, step, self.topology)
+        check_budgets(batch.table, self.spec.actor.limits, self.topology)
+        return batch
+
+    def token_loss(self, batch: StepBatch) -> float:
+        """Mean negative log-prob of the tokens of all answers of the batch. Collective."""
+        log_probs = self.actor.forward(batch, self.spec.actor.infer_limit, LogProbPass(self.head))["log_probs"]
+        return mean(-log_probs, batch.packed.loss_mask).reduced(data_parallel_reduction(self.topology)).value
+
+
+def supervised_answer(number: int, prompt: Prompt, model: PretrainedModel, longest: int) -> Answer:
+    """The given answer and the end of text as actions. Raises DataError for one of more than `longest` tokens."""
+    written = model.tokenizer(str(prompt.ground_truth), add_special_tokens=False)["input_ids"]
+    answer = [*written, model.tokenizer.eos_token_id]
+    if len(answer) > longest:
+        raise DataError(
+            f"the answer to prompt {number} has {len(answer)} tokens, over data.max_response_length={longest};"
+            " raise that, or leave the row out"
+        )
+    token_ids = torch.tensor([*prompt.token_ids, *answer])
+    is_answer = torch.arange(len(token_ids)) >= len(prompt.token_ids)
+    uid = TrajectoryId(number, 0)
+    return Answer(Trajectory(uid, token_ids, is_answer, torch.zeros(len(token_ids))), Judgement(uid, 0.0))
+
+
+def _refuse_unread(config: Config) -> None:
+    """Raise ConfigError for a section that is set and has no effect here."""
+    default = Config()
+    for section in UNREAD:
+        if getattr(config, section) != getattr(default, section):
+            changed = [
+                f.name
+                for f in fields(getattr(default, section))
+                if getattr(getattr(config, section), f.name) != getattr(getattr(default, section), f.name)
+            ]
+            raise ConfigError(
+                f"{section}.{changed[0]} is set but would have no effect: mppo sft generates nothing; unset it"
+            )
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))

@@ -1,0 +1,1 @@
+"""Ways in which the slices of a plan travel."""
