@@ -1,7 +1,10 @@
 """A reward function called, and what it returns or raises made into a Reward or a Failure. Runs in worker processes."""
 
+import fcntl
 import importlib
 import math
+import multiprocessing
+import os
 import signal
 import time
 import traceback
@@ -44,13 +47,23 @@ class CallResult:
 
 
 def prepare_worker(function: RewardFunction) -> None:
-    """Import what the function needs before a deadline runs, and let SIGTERM end the process within a long C call.
+    """What a worker does first: no process is left behind that a long C call keeps busy, and no import is timed.
 
     `function` itself is imported when it is unpickled.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of Python's would wait for the C call
+    _end_with_trainer()
     for package in function.packages:
         importlib.import_module(package)
+
+
+def _end_with_trainer() -> None:
+    """Have Linux end this process with the trainer, however that ends: at the end of file of the pipe between them the
+    kernel sends SIGIO, which nothing handles. (A thread that watches the pipe would not run within a long C call.)
+    """
+    pipe = multiprocessing.parent_process().sentinel
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def call(function: RewardFunction, samples: list[Sample]) -> CallResult:

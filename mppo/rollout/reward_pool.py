@@ -3,7 +3,6 @@
 import asyncio
 import multiprocessing
 import pickle
-from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
 
 from pebble import ProcessExpired, ProcessPool
@@ -40,7 +39,7 @@ class RewardPool:
     async def call(self, samples: list[Sample]) -> list[Outcome]:
         """Outcomes of the samples of a group, in their order. Many groups may wait at once.
 
-        Raises RewardError when the workers cannot start.
+        Raises RewardError when the workers cannot start, and for a sample that cannot be pickled.
         """
         if self.function.batch:
             return await self._together(samples)
@@ -64,6 +63,13 @@ class RewardPool:
             self._pool.join()
             self._pool = None
 
+    def _running(self) -> ProcessPool:
+        if self._pool is None:
+            self._pool = ProcessPool(
+                self.workers, initializer=prepare_worker, initargs=[self.function], context=_fork_server()
+            )
+        return self._pool
+
     def _samples_per_task(self) -> int:
         """One until it is known how long a call takes."""
         known = self._seconds_per_sample
@@ -84,18 +90,17 @@ class RewardPool:
 
     async def _task(self, samples: list[Sample]) -> CallResult | Failure:
         """One call in a worker: what came of it, or why nothing did."""
-        self.start()
         try:
-            future = self._pool.schedule(call, args=(self.function, samples), timeout=self.timeout_s)
+            future = self._running().schedule(call, args=(self.function, samples), timeout=self.timeout_s)
             result = await asyncio.wrap_future(future)
         except TimeoutError:
             return late(self.timeout_s)
         except ProcessExpired as error:
             return Failure(FailureKind.RAISED, f"its worker process died with exit code {error.exitcode}")
-        except (BrokenProcessPool, RuntimeError) as error:
+        except Exception as error:
             raise RewardError(
-                f"reward.function={self.function.name}: the worker processes do not run ({error}); what ended them"
-                " stands on stderr, reward.workers=0 calls the function in this process"
+                f"reward.function={self.function.name}: its worker processes cannot be used ({type(error).__name__}:"
+                f" {error}); if they ended, the reason stands on stderr; reward.workers=0 calls it in this process"
             ) from error
         self._learn(result.seconds / len(samples))
         return result
@@ -108,5 +113,5 @@ class RewardPool:
 def _fork_server() -> BaseContext:
     """Its server has imported what every worker needs, so that a worker starts in milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "mppo.rollout.reward_calls"])
+    context.set_forkserver_preload(["__main__", "mppo.rollout.reward_calls", "mppo.rollout.tasks"])
     return context

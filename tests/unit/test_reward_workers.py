@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,6 +182,33 @@ def test_too_many_failures_end_the_run():
             judge(workers, answered("q=", ["a", "a", "a", "none"]))  # a quarter is borne
         with pytest.raises(RewardError, match=r"31 of the latest 1\d\d answers got no reward.*max_failure_rate=0.25"):
             judge(workers, answered("q=", ["none"]))
+
+
+def test_a_busy_worker_ends_with_a_trainer_that_is_killed(tmp_path):
+    script = f"""
+import asyncio
+from mppo.rollout.reward_pool import RewardPool
+from mppo.rollout.rewards import RewardFunction, Sample
+from tests.unit.reward_functions import hang_and_tell
+pool = RewardPool(RewardFunction("mine", hang_and_tell), workers=1, timeout_s=600)
+sample = Sample("q=", "x", "3", {{"file": {str(tmp_path / "pid")!r}}}, (0, 1), (False, True))
+asyncio.run(pool.call([sample]))
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_until((tmp_path / "pid").is_file)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    worker = Path("/proc", (tmp_path / "pid").read_text())
+    wait_until(lambda: not worker.exists() or "State:\tZ" in (worker / "status").read_text())
+
+
+def wait_until(happened, seconds=60):
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_functions_of_a_group_see_the_whole_group():
