@@ -31,6 +31,10 @@ class HFTensor:
     dim: int
     dtype: torch.dtype
 
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Region:
