@@ -5,18 +5,18 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mppo.errors import ModelError
 from mppo.megatron.collectives import fail_together
 from mppo.weights.live_weights import LiveWeights
 from mppo.weights.pretrained import PretrainedModel
-from mppo.weights.transfer_plan import HFTensor, Layout, plan, whole_tensors
+from mppo.weights.transfer_plan import Layout, plan, whole_tensors
 from mppo.weights.transports.point_to_point import PointToPoint
 
 LARGEST_FILE = 5_000_000_000
@@ -73,13 +73,14 @@ def weight_files(layout: Layout, largest_file: int) -> list[WeightFile]:
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in layout.tensors.items():
-        if groups[-1] and size + _bytes(tensor) > largest_file:
+        if groups[-1] and size + tensor.bytes > largest_file:
             groups.append([])
             size = 0
         groups[-1].append(name)
-        size += _bytes(tensor)
+        size += tensor.bytes
     held = _held_bytes(layout)
-    files, free = [], set()
+    files: list[WeightFile] = []
+    free: set[int] = set()
     for number, names in enumerate(groups, start=1):
         free = free or set(layout.holdings)
         writer = min(free, key=lambda rank: (-sum(held[rank].get(name, 0) for name in names), rank))
@@ -89,17 +90,14 @@ def weight_files(layout: Layout, largest_file: int) -> list[WeightFile]:
     return files
 
 
-def _bytes(tensor: HFTensor) -> int:
-    return prod(tensor.shape) * tensor.dtype.itemsize
-
-
 def _held_bytes(layout: Layout) -> dict[int, dict[str, int]]:
+    """Of each tensor, for each rank."""
     found: dict[int, dict[str, int]] = {}
     for rank, holding in layout.holdings.items():
         found[rank] = {}
         for piece in holding.pieces:
             tensor = layout.tensors[piece.hf.name]
-            share = _bytes(tensor) * len(piece.hf) // tensor.shape[piece.hf.dim]
+            share = tensor.bytes * len(piece.hf) // tensor.shape[piece.hf.dim]
             found[rank][piece.hf.name] = found[rank].get(piece.hf.name, 0) + share
     return found
 
@@ -122,7 +120,7 @@ def _write_wave(files: list[WeightFile], weights: LiveWeights, folder: Path, tra
 def _write_rest(files: list[WeightFile], layout: Layout, model: PretrainedModel, folder: Path) -> None:
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(map(_bytes, layout.tensors.values()))},
+            "metadata": {"total_size": sum(tensor.bytes for tensor in layout.tensors.values())},
             "weight_map": {name: file.name for file in files for name in file.tensors},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -147,5 +145,5 @@ def _writing(folder: Path) -> Iterator[None]:
     """A full disk or a missing permission is the user's to know."""
     try:
         yield
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(f"{folder}: the model cannot be written: {error}") from error

@@ -97,7 +97,7 @@ class LiveWeights:
         rows = architecture.rows(model, value_head)
         layout = megatron_layout(rows, model, topology, _stages(chunks, topology), local[0].tensor.dtype)
         with fail_together():
-            _check_agreement(layout, local, topology.rank)
+            check_agreement(layout, local, topology.rank)
         return cls(layout, {p.name: p.tensor for p in local}, topology.rank)
 
     @classmethod
@@ -120,7 +120,8 @@ def _stages(chunks: list[torch.nn.Module], topology: Topology) -> Stages:
     return tuple(stages)
 
 
-def _check_agreement(layout: Layout, local: list[LocalParameter], rank: int) -> None:
+def check_agreement(layout: Layout, local: list[LocalParameter], rank: int) -> None:
+    """Raises ModelError when a rank's parameters have other names, shapes or types than its layout says."""
     expected = layout.holdings[rank].shapes
     found = {p.name: tuple(p.tensor.shape) for p in local}
     if found != expected:
@@ -131,4 +132,6 @@ def _check_agreement(layout: Layout, local: list[LocalParameter], rank: int) -> 
         )
     dtypes = {p.tensor.dtype for p in local}
     if dtypes != {tensor.dtype for tensor in layout.tensors.values()}:
-        raise ModelError(f"rank {rank} holds parameters of several types: {', '.join(sorted(map(str, dtypes)))}")
+        raise ModelError(
+            f"rank {rank} holds parameters of other types than its layout: {', '.join(sorted(map(str, dtypes)))}"
+        )

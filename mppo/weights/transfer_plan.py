@@ -7,16 +7,18 @@ layouts is the same process, and what it holds itself it copies.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mppo.errors import ModelError
 
-Holder = Hashable
+Holder = Any
+"""Hashable: the rank of a trainer process, or what names a worker of an engine."""
 LARGEST_SEND = 64 << 20
 """Bytes; what is larger is cut, so that replicas share the work and buffers stay small."""
 
@@ -28,6 +30,10 @@ class HFTensor:
     shape: tuple[int, ...]
     dim: int
     dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

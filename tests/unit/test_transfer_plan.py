@@ -7,16 +7,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import Qwen3MoeConfig
 
 from mppo.errors import ModelError
+from mppo.megatron.model_config import ModelConfig
+from mppo.megatron.topology import Sizes
+from mppo.weights.architectures import architecture_of
 from mppo.weights.export import weight_files
-from mppo.weights.megatron_layout import even_stages
+from mppo.weights.live_weights import LocalParameter, check_agreement
+from mppo.weights.megatron_layout import even_stages, megatron_layout
 from mppo.weights.transfer_plan import HFTensor, Holding, Layout, Piece, Plan, Region, plan, whole_tensors
+from tests.distributed.model_folders import COMMON, EXPERTS
 from tests.unit.layout_cases import Job, jobs, sglang_targets, whole_targets
 
 pytestmark = pytest.mark.unit
 
 UNWRITTEN = -1
+
+
+def sized(hf) -> ModelConfig:
+    return architecture_of(hf).model_config(hf)
 
 
 def made_up(layout: Layout) -> dict[str, Tensor]:
@@ -72,6 +82,23 @@ def test_every_entry_of_a_target_is_written_once_and_is_the_right_one(case):
             there.zero_()
         expected = filled(holding, whole)
         assert all(torch.equal(written[holder][name], expected[name]) for name in expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_a_parameter_is_all_pieces_and_padding_and_the_ranks_have_the_whole_model(case):
+    job, target, _, _ = case
+    for holding in [*job.layout.holdings.values(), *target.holdings.values()]:
+        times = {name: torch.zeros(shape) for name, shape in holding.shapes.items()}
+        for region in [*holding.padding, *(piece.own for piece in holding.pieces)]:
+            region.view(times).add_(1)
+        assert all((count == 1).all() for count in times.values())
+    for layout in (job.layout, target):
+        held = {name: torch.zeros(tensor.shape) for name, tensor in layout.tensors.items()}
+        for holding in layout.holdings.values():
+            for piece in holding.pieces:
+                piece.hf.view(held).add_(1)
+        assert all((count > 0).all() for count in held.values())
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,9 +172,7 @@ def test_every_tensor_is_in_one_file_and_a_round_of_files_has_every_writer_once(
         writers = [file.writer for file in files[start : start + len(job.ranks)]]
         assert len(set(writers)) == len(writers)
     for file in files:
-        sizes = [
-            torch.Size(t.shape).numel() * t.dtype.itemsize for t in (job.layout.tensors[name] for name in file.tensors)
-        ]
+        sizes = [job.layout.tensors[name].bytes for name in file.tensors]
         assert sum(sizes) <= largest or len(sizes) == 1
 
 
@@ -176,6 +201,42 @@ def test_a_plan_by_hand():
         (1, 2, (4, 6), 0, 1),
         (1, 2, (6, 8), 2, 3),
     ]
+
+
+def test_replicas_of_a_mixture_of_experts():
+    """TP 2 x CP 2 x DP 2 with EP 4: two ranks hold an expert, eight a norm, four each half of the queries."""
+    model = sized(Qwen3MoeConfig(**COMMON, **EXPERTS))
+    sizes = Sizes(tp=2, pp=1, vpp=None, cp=2, dp=2, ep=4, etp=1, sequence_parallel=True)
+    qwen3_moe = architecture_of(Qwen3MoeConfig())
+    layout = megatron_layout(qwen3_moe.rows(model), model, sizes, even_stages(4, 1, None), torch.bfloat16)
+
+    def holders(name: str) -> list[tuple[int, int, int]]:
+        return [
+            (rank, piece.hf.start, piece.hf.stop)
+            for rank, holding in layout.holdings.items()
+            for piece in holding.pieces
+            if piece.hf.name == "model.layers.1." + name
+        ]
+
+    assert holders("mlp.experts.2.down_proj.weight") == [(2, 0, 24), (6, 0, 24)]
+    assert holders("self_attn.q_norm.weight") == [(rank, 0, 32) for rank in range(8)]
+    assert holders("self_attn.q_proj.weight") == [(rank, 64 * (rank % 2), 64 * (rank % 2) + 64) for rank in range(8)]
+
+
+def test_chunks_that_hold_something_else_than_their_layout_are_refused():
+    model = sized(Qwen3MoeConfig(**COMMON, **EXPERTS))
+    norm = architecture_of(Qwen3MoeConfig()).parameters[1]
+    sizes = Sizes(tp=1, pp=1, vpp=None, cp=1, dp=1, ep=1, etp=1, sequence_parallel=False)
+    layout = megatron_layout((norm,), model, sizes, even_stages(4, 1, None), torch.float32)
+
+    def local(size: int, dtype: torch.dtype = torch.float32) -> list[LocalParameter]:
+        return [LocalParameter(norm, -1, -1, torch.zeros(size, dtype=dtype))]
+
+    check_agreement(layout, local(64), rank=0)
+    with pytest.raises(ModelError, match=r"rank 0 holds decoder.final_layernorm.weight of shape \(3,\)"):
+        check_agreement(layout, local(3), rank=0)
+    with pytest.raises(ModelError, match="torch.bfloat16"):
+        check_agreement(layout, local(64, torch.bfloat16), rank=0)
 
 
 def test_what_nobody_holds_is_named():
