@@ -99,18 +99,21 @@ def master_weights(chunks: list[DistributedDataParallel], optimizer: MegatronOpt
         is_spread = chunk.ddp_config.use_distributed_optimizer
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             for parameter in buffer.params:
-                if not is_spread:  # Megatron hangs the fp32 copy of a bf16 parameter on it
-                    tensor = getattr(parameter, "main_param", parameter)
-                    piece = Piece(tensor, slice(0, parameter.numel()), adams[id(tensor)])
-                else:
-                    part = spread.get(id(parameter))
-                    piece = None if part is None else _piece_of(parameter, part)
+                piece = _slice(parameter, spread.get(id(parameter))) if is_spread else _whole(parameter, adams)
                 found.append(MasterWeight(parameter, buffer.data_parallel_group, is_spread, piece))
     return found
 
 
-def _piece_of(parameter: torch.nn.Parameter, part: DistributedOptimizer) -> Piece:
+def _whole(parameter: torch.nn.Parameter, adams: dict[int, torch.optim.Optimizer]) -> Piece:
+    """All of it. Megatron hangs the fp32 copy of a bf16 parameter on it."""
+    tensor = getattr(parameter, "main_param", parameter)
+    return Piece(tensor, slice(0, parameter.numel()), adams[id(tensor)])
+
+
+def _slice(parameter: torch.nn.Parameter, part: DistributedOptimizer | None) -> Piece | None:
     """What this rank has of a parameter that a distributed optimizer spreads."""
+    if part is None:
+        return None
     group, place = part.model_param_group_index_map[parameter]
     span = part._get_model_param_range_map(parameter)["param"]
     return Piece(part.optimizer.param_groups[group]["params"][place], slice(span.start, span.end), part.optimizer)

@@ -95,11 +95,18 @@ class Run:
         return float(sum(p.detach().double().sum() for p in self.actor.chunks[0].parameters()))
 
     def seen(self) -> dict[str, list[str] | str]:
+        """What is in the folder."""
         dist.barrier()
-        return {
-            "folders": sorted(path.name for path in self.folder.glob("step_*")),
-            "latest": (self.folder / "latest").read_text(),
-        }
+        folders = sorted(path.name for path in self.folder.glob("step_*"))
+        latest = (self.folder / "latest").read_text()
+        dist.barrier()
+        return {"folders": folders, "latest": latest}
+
+    def point_to(self, name: str) -> None:
+        """As a user may do by hand."""
+        if dist.get_rank() == 0:
+            (self.folder / "latest").write_text(name)
+        dist.barrier()
 
 
 def killed(results: Path, folder: Path) -> None:
@@ -161,11 +168,9 @@ def after(results: Path, folder: Path) -> None:
     for step in (3, 4, 4):
         checkpoints.save(step, step)
         found[f"kept after {step}"] = run.seen()
-    (run.folder / "latest").write_text("step_000003")
+    run.point_to("step_000003")
     found["rolled back"] = run.checkpoints().resume().manifest.step
-    if dist.get_rank() == 0:
-        (run.folder / "latest").write_text("step_000009")
-    dist.barrier()
+    run.point_to("step_000009")
     found["missing"] = refusal(lambda: run.checkpoints().resume())
     if dist.get_rank() == 0:
         results.write_text(json.dumps(found, indent=1))

@@ -26,7 +26,7 @@ def test_a_role_goes_on_as_if_it_had_not_been_saved(reloaded, name):
     """Under another layout, with the other optimizer, before the first update or after it."""
     assert reloaded[name]["unequal"] == []
     assert reloaded[name]["norm"] < 1e-6
-    assert reloaded[name]["next"] < (1e-6 if "float32" in name else 1e-2)
+    assert reloaded[name]["next"] < (1e-6 if "float32" in name else 1e-3)  # of bf16, the last digit of a weight
 
 
 @pytest.fixture(scope="module")
