@@ -12,7 +12,7 @@ from mppo.algorithm.aggregation import BatchCounts
 from mppo.algorithm.policy_losses import MiniBatchInputs, PolicyInputs
 from mppo.algorithm.segments import Segments
 from mppo.batch.packed import PackedBatch, pack
-from mppo.batch.trajectory import Trajectory
+from mppo.batch.trajectory import Answer, Judgement, Trajectory, TrajectoryId
 
 GROUP_SIZE = 8
 """Answers to one prompt."""
@@ -104,43 +104,46 @@ class Padding:
 def draw_batch(tokens: int, device: torch.device) -> BenchBatch:
     """Whole groups until there are `tokens` positions; the same numbers at every call."""
     generator = torch.Generator().manual_seed(SEED)
-    trajectories = draw_trajectories(tokens, generator)
-    packed = pack(trajectories).to(device)
+    answers = draw_answers(tokens, generator)
+    packed = pack([a.trajectory for a in answers], [a.judgement for a in answers]).to(device)
     policy = _policy_inputs(packed, generator)
     padding = Padding.of(packed.lengths, device)
-    return BenchBatch(policy, _advantage_inputs(packed, trajectories, policy.old_log_probs, generator), padding)
+    return BenchBatch(policy, _advantage_inputs(packed, answers, policy.old_log_probs, generator), padding)
 
 
-def draw_trajectories(tokens: int, generator: torch.Generator) -> list[Trajectory]:
+def draw_answers(tokens: int, generator: torch.Generator) -> list[Answer]:
     """Groups that share a prompt, as many as have `tokens` tokens."""
-    trajectories: list[Trajectory] = []
+    answers: list[Answer] = []
     total = 0
     for group in count():
-        if total >= tokens and trajectories:
+        if total >= tokens and answers:
             break
         prompt = PROMPTS.draw(generator)
-        for _ in range(GROUP_SIZE):
-            trajectories.append(_trajectory(len(trajectories), group, prompt, generator))
-            total += len(trajectories[-1])
-    return trajectories
+        for sample in range(GROUP_SIZE):
+            answers.append(_answer(TrajectoryId(group, sample), prompt, generator))
+            total += len(answers[-1].trajectory)
+    return answers
 
 
-def _trajectory(index: int, group: int, prompt: int, generator: torch.Generator) -> Trajectory:
+def _answer(uid: TrajectoryId, prompt: int, generator: torch.Generator) -> Answer:
     """An outcome of two parts, and a small reward for each action as a KL penalty leaves it."""
     length = prompt + RESPONSES.draw(generator)
     mask = torch.arange(length) >= prompt
     correct, form = torch.rand(2, generator=generator).tolist()
     parts = dict(zip(REWARD_PARTS, (float(correct < 0.5), form), strict=True))
-    return Trajectory(
-        index=index,
-        group=group,
-        tokens=torch.zeros(length, dtype=torch.long),
+    trajectory = Trajectory(
+        uid=uid,
+        token_ids=torch.zeros(length, dtype=torch.long),
         action_mask=mask,
         rollout_log_probs=0.5 * torch.rand(length, generator=generator).clamp(min=1e-6).log() * mask,
-        reward=parts["correct"] + 0.5 * parts["format"],
-        token_rewards=1e-3 * torch.randn(length, generator=generator) * mask,
-        parts=parts,
     )
+    judgement = Judgement(
+        uid=uid,
+        score=parts["correct"] + 0.5 * parts["format"],
+        parts=parts,
+        token_rewards=1e-3 * torch.randn(length, generator=generator) * mask,
+    )
+    return Answer(trajectory, judgement)
 
 
 def _policy_inputs(packed: PackedBatch, generator: torch.Generator) -> PolicyInputs:
@@ -151,7 +154,7 @@ def _policy_inputs(packed: PackedBatch, generator: torch.Generator) -> PolicyInp
         noise = torch.randn(len(log_probs), generator=generator).to(mask.device)
         return torch.where(mask, (log_probs + distance * noise).clamp(max=-1e-4), 0.0)
 
-    old = near(packed.rollout_log_probs, 0.01)
+    old = near(packed["rollout_log_probs"], 0.01)
     advantages = torch.randn(segments.count, generator=generator).to(mask.device)
     return PolicyInputs(
         log_probs=near(old, 0.1),
@@ -159,30 +162,30 @@ def _policy_inputs(packed: PackedBatch, generator: torch.Generator) -> PolicyInp
         advantages=segments.expand(advantages) * mask,
         mask=mask,
         segments=segments,
-        rollout_log_probs=packed.rollout_log_probs,
+        rollout_log_probs=packed["rollout_log_probs"],
         ref_log_probs=near(old, 0.1),
     )
 
 
 def _advantage_inputs(
-    packed: PackedBatch, trajectories: list[Trajectory], old_log_probs: Tensor, generator: torch.Generator
+    packed: PackedBatch, answers: list[Answer], old_log_probs: Tensor, generator: torch.Generator
 ) -> AdvantageInputs:
     """Everything that some estimator needs."""
     device = packed.mask.device
     values = 0.5 + 0.2 * torch.randn(len(packed), generator=generator)
-    parts = {key: torch.tensor([t.parts[key] for t in trajectories]) for key in REWARD_PARTS}
+    parts = {key: torch.tensor([a.judgement.parts[key] for a in answers]) for key in REWARD_PARTS}
     return AdvantageInputs(
-        rewards=packed.rewards,
+        rewards=packed["rewards"],
         action_mask=packed.mask,
         loss_mask=packed.mask,
         segments=packed.segments,
-        groups=packed.groups,
-        num_groups=trajectories[-1].group + 1,
+        groups=torch.tensor([a.trajectory.group for a in answers], device=device),
+        num_groups=answers[-1].trajectory.group + 1,
         indices=packed.indices,
-        num_trajectories=len(trajectories),
+        num_trajectories=len(answers),
         values=values.to(device) * packed.mask,
         old_log_probs=old_log_probs,
         sum_pi_squared=old_log_probs.exp().square(),
-        reward_baselines=torch.rand(len(trajectories), generator=generator, dtype=torch.double).to(device),
+        reward_baselines=torch.rand(len(answers), generator=generator, dtype=torch.double).to(device),
         reward_parts={key: part.to(device) for key, part in parts.items()},
     )

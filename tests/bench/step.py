@@ -26,7 +26,7 @@ from mppo.algorithm.policy_losses import policy_loss
 from mppo.batch.balance import WorkloadModel
 from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.batch.packed import PackedBatch, pack
-from mppo.batch.trajectory import Trajectory
+from mppo.batch.trajectory import Trajectory, TrajectoryId
 from mppo.config import OptimConfig
 from mppo.megatron import platform, topology
 from mppo.megatron.head import PolicyHead
@@ -63,11 +63,12 @@ def make_batch(size: Size, dp: int, dp_rank: int) -> StepBatch:
     generator = torch.Generator().manual_seed(0)
     count, length = size.trajectories * dp, size.prompt + size.response
     mask = torch.arange(length) >= size.prompt
-    tokens = torch.randint(size.vocab, (count, length), generator=generator)
+    token_ids = torch.randint(size.vocab, (count, length), generator=generator)
     rank_of = [i % dp for i in range(count)]
-    mine = [Trajectory(i, i, tokens[i], mask, torch.zeros(length)) for i in range(count) if rank_of[i] == dp_rank]
+    mine = [i for i in range(count) if rank_of[i] == dp_rank]
+    answers = [Trajectory(TrajectoryId(i, 0), token_ids[i], mask, torch.zeros(length)) for i in mine]
     table = table_of([length] * count, [size.response] * count, rank_of)
-    batch = StepBatch(pack(mine), table, 0, WorkloadModel(linear=1.0, attention=0.0))
+    batch = StepBatch(pack(answers, indices=mine), table, 0, WorkloadModel(linear=1.0, attention=0.0))
     noise = torch.randn(len(batch.packed), generator=generator)
     anchor = torch.full_like(noise, -10.0)
     return batch.with_fields(advantages=noise, old_log_probs=anchor)
@@ -77,10 +78,12 @@ def mppo_step(role: TrainableRole, batch: StepBatch, size: Size, head: PolicyHea
     """What the trainer does with one mini-batch."""
     limit = MicroBatchLimit(trajectories=size.micro_batch)
     settings = UpdateSettings(len(batch.table), 1, False, limit, limit, "token-mean", 1.0)
-    mini_batch = cut_mini_batch(batch, list(range(len(batch.table))), settings, role.topology)
     terms = ActorTerms(policy_loss("vanilla"))
-    with role.training():
-        role.update(mini_batch, PolicyObjective(head, terms, mini_batch.tokens))
+    mini_batch = cut_mini_batch(
+        batch, list(range(len(batch.table))), settings, role.topology, PolicyObjective.reads(terms)
+    )
+    with role.onloaded():
+        role.update(mini_batch, PolicyObjective(head, terms, mini_batch.total_tokens))
 
 
 def bare_step(role: TrainableRole, pieces: list[PackedBatch]) -> None:
@@ -103,7 +106,7 @@ def bare_step(role: TrainableRole, pieces: list[PackedBatch]) -> None:
 def language_model_step(iterator, model) -> tuple[Tensor, Callable]:
     piece, device = next(iterator), platform.device()
     losses = model(
-        input_ids=piece.tokens[None].to(device),
+        input_ids=piece.token_ids[None].to(device),
         position_ids=piece.positions[None].to(device),
         attention_mask=None,
         labels=piece.labels[None].to(device),

@@ -13,7 +13,7 @@ from mppo.trainer.roles import TrainableRole
 def described(role: TrainableRole) -> dict:
     """How it is cut and recomputed, and bytes that rest in host memory during an update and after it."""
     config = get_model_config(role.chunks[0])
-    with role.training():
+    with role.onloaded():
         role.optimizer.step()
         onloaded = {name: getattr(role, name).offloaded_bytes for name in ("weights", "state", "gradients")}
     return {
@@ -30,7 +30,8 @@ def described(role: TrainableRole) -> dict:
 
 def assembled(out_dir: Path, config_name: str, overrides: tuple[str, ...]) -> dict[str, dict]:
     """Of the actor and the critic."""
-    parts = assemble(load_config(config_name, [*overrides, f"trainer.out_dir={out_dir}"]))
-    found = {"actor": described(parts.actor), "critic": described(parts.critic)}
+    run = assemble(load_config(config_name, [*overrides, f"trainer.out_dir={out_dir}"]))
+    found = {"actor": described(run.roles.actor), "critic": described(run.roles.critic)}
+    run.rollouts.collector.close()
     topology.shutdown()
     return found

@@ -12,7 +12,7 @@ from mppo.algorithm.policy_losses import policy_loss
 from mppo.batch.balance import WorkloadModel
 from mppo.batch.batch_plan import assign_ranks
 from mppo.batch.packed import pack
-from mppo.batch.trajectory import Trajectory
+from mppo.batch.trajectory import Trajectory, TrajectoryId
 from mppo.megatron import topology as layouts
 from mppo.megatron.collectives import gather_from_all
 from mppo.megatron.head import LastHidden, PolicyHead
@@ -34,10 +34,11 @@ from megatron.core import parallel_state
 def make_batch(case: Case, place: Topology) -> StepBatch:
     length, generator = PROMPT + RESPONSE, torch.Generator().manual_seed(0)
     mask = torch.arange(length) >= PROMPT
-    tokens = torch.randint(case.model_config.vocab_size, (TRAJECTORIES, length), generator=generator)
+    token_ids = torch.randint(case.model_config.vocab_size, (TRAJECTORIES, length), generator=generator)
     rank_of = assign_ranks([list(range(TRAJECTORIES))], [1.0] * TRAJECTORIES, place.dp)
-    mine = [Trajectory(i, i, tokens[i], mask, torch.zeros(length)) for i in range(TRAJECTORIES)]
-    packed = pack([t for t in mine if rank_of[t.index] == place.dp_rank])
+    mine = [i for i in range(TRAJECTORIES) if rank_of[i] == place.dp_rank]
+    answers = [Trajectory(TrajectoryId(i, 0), token_ids[i], mask, torch.zeros(length)) for i in mine]
+    packed = pack(answers, indices=mine)
     table = table_of([length] * TRAJECTORIES, [RESPONSE] * TRAJECTORIES, rank_of)
     batch = StepBatch(packed, table, 0, WorkloadModel.of(case.model_config))
     return batch.with_fields(
@@ -83,12 +84,12 @@ def kinds(place: Topology) -> dict[str, str]:
 
 def measure(case: Case, place: Topology) -> dict:
     role, batch = make_role(case, place), make_batch(case, place)
-    mini_batch = cut_mini_batch(batch, list(range(TRAJECTORIES)), SETTINGS, place)
-    head = PolicyHead(case.model_config.vocab_size, 1.0, place.tp_group)
     terms = ActorTerms(policy_loss("vanilla"))
+    mini_batch = cut_mini_batch(batch, list(range(TRAJECTORIES)), SETTINGS, place, PolicyObjective.reads(terms))
+    head = PolicyHead(case.model_config.vocab_size, 1.0, place.tp_group)
     sent, kept = Sent(kinds(place)), Kept(weights_of(role.chunks))
-    with role.training(), sent, kept:
-        role.update(mini_batch, PolicyObjective(head, terms, mini_batch.tokens))
+    with role.onloaded(), sent, kept:
+        role.update(mini_batch, PolicyObjective(head, terms, mini_batch.total_tokens))
     return {
         "stage": place.pp_rank,
         "weights": storage_bytes(weights_of(role.chunks)),

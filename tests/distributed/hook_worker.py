@@ -16,7 +16,7 @@ from mppo.algorithm.aggregation import BatchCounts, token_weights
 from mppo.algorithm.policy_losses import policy_loss
 from mppo.algorithm.statistics import add_up
 from mppo.batch.packed import PackedBatch, pack
-from mppo.batch.trajectory import Trajectory
+from mppo.batch.trajectory import Trajectory, TrajectoryId
 from mppo.config import ModelSource, OptimConfig
 from mppo.megatron import topology as layouts
 from mppo.megatron.collectives import (
@@ -33,7 +33,7 @@ from mppo.megatron.optimizer import Optimizer
 from mppo.megatron.router import take_balance_loss
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
-from mppo.trainer.batches import for_rank
+from mppo.trainer.batches import context_part
 from mppo.weights.fused import on_disk
 from mppo.weights.live_weights import local_parameters
 from mppo.weights.load import load
@@ -194,14 +194,14 @@ class Comparison:
 
     def _micro_batches(self, batch: PackedBatch) -> list[PackedBatch]:
         mine = self.case.parts[self.topology.dp_rank]
-        return [for_rank(batch.select(which), self.topology) for which in mine]
+        return [context_part(batch.select(which), self.topology) for which in mine]
 
     @property
     def _head(self) -> PolicyHead:
         return PolicyHead(VOCABULARY, self.case.temperature, self.topology.tp_group, chunk=3)
 
     def _objective(self, batch: PackedBatch):
-        tokens = batch.num_tokens
+        tokens = batch.real_tokens
         if self.critic:
             return ValueObjective(VALUE_CLIP, tokens)
         vanilla = policy_loss("vanilla", {"clip_ratio": CLIP, "clip_ratio_c": DUAL_CLIP})
@@ -233,7 +233,7 @@ class Comparison:
             name: self._loss_error(metrics[f"{role}/{name}"].value, expected) for name, expected in token_losses.items()
         }
         if self.case.aux_loss_coeff:
-            balance, found = self._balance_loss().item(), take_balance_loss(chunks, batch.num_tokens)
+            balance, found = self._balance_loss().item(), take_balance_loss(chunks, batch.real_tokens)
             errors["balance_loss"] = abs(found / self.case.aux_loss_coeff - balance) / balance
         norm = Optimizer(chunks, OptimConfig(use_distributed_optimizer=False), self.model.dtype).step()["grad_norm"]
         expected = torch.cat([p.grad.flatten() for p in self.reference.parameters()]).double().norm().item()
@@ -263,7 +263,7 @@ def trajectories(dense: DenseBatch) -> list[Trajectory]:
     for i, length in enumerate(dense.lengths.tolist()):
         action_mask = torch.zeros(length, dtype=torch.bool)
         action_mask[1:] = dense.mask[i, : length - 1]
-        found.append(Trajectory(i, i, dense.tokens[i, :length], action_mask, torch.zeros(length)))
+        found.append(Trajectory(TrajectoryId(i, 0), dense.tokens[i, :length], action_mask, torch.zeros(length)))
     return found
 
 

@@ -14,7 +14,7 @@ from mppo.algorithm.actor_loss import ActorTerms
 from mppo.algorithm.aggregation import BatchCounts, token_weights
 from mppo.algorithm.policy_losses import policy_loss
 from mppo.batch.packed import pack
-from mppo.batch.trajectory import Trajectory
+from mppo.batch.trajectory import Trajectory, TrajectoryId
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.layers import decoder_spec
 from mppo.megatron.objectives import LogProbPass, PolicyObjective
@@ -50,13 +50,13 @@ optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=3e-3), [
 
 answer = torch.arange(8) >= 3
 texts = torch.randint(VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(0))
-batch = pack([Trajectory(i, i, tokens, answer, torch.zeros(8)) for i, tokens in enumerate(texts)])
+batch = pack([Trajectory(TrajectoryId(i, 0), token_ids, answer, torch.zeros(8)) for i, token_ids in enumerate(texts)])
 counts = BatchCounts(loss_tokens=int(batch.mask.sum()), trajectories=4)
 weights = token_weights("token-mean", batch.mask, batch.segments, counts, norm=1.0)
 rewarded = torch.tensor([1.0, -1.0, 1.0, -1.0])[batch.segments.ids]
 batch = batch.with_fields(advantages=rewarded, token_weights=weights)
 head = PolicyHead(VOCABULARY, 1.0, parallel_state.get_tensor_model_parallel_group())
-objective = PolicyObjective(head, ActorTerms(policy_loss("vanilla")), batch.num_tokens)
+objective = PolicyObjective(head, ActorTerms(policy_loss("vanilla")), batch.real_tokens)
 
 
 def schedule(closure, **options):

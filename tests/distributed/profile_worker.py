@@ -22,8 +22,9 @@ SMALL = [
 def ranges_of_a_step(out_dir: Path) -> Counter[str]:
     """How often each range occurs on this rank."""
     trainer = Trainer(assemble(load_config("offset", [*SMALL, f"trainer.out_dir={out_dir}"])))
-    trainer.sync_weights(0)
+    trainer.sync_weights()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        trainer.train_step(0)
+        trainer.train_step()
+    trainer.run.rollouts.collector.close()
     topology.shutdown()
     return Counter(event.name for event in profiler.events())

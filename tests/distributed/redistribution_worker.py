@@ -6,16 +6,21 @@ import torch.distributed as dist
 
 from mppo.batch.balance import WorkloadModel
 from mppo.batch.batch_plan import MicroBatchLimit, assign_ranks
-from mppo.batch.packed import PackedBatch, pack
+from mppo.batch.packed import PackedBatch
+from mppo.batch.table import LeftOut
+from mppo.batch.trajectory import Status
+from mppo.cli.compose import load_config
 from mppo.config import ParallelConfig
 from mppo.megatron import topology as layouts
 from mppo.megatron.collectives import WIDTH, gather_from_all
+from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import StepBatch, mini_batches_of_epoch
-from mppo.trainer.redistribution import balanced_mini_batches, redistribute
-from mppo.trainer.run_spec import UpdateSettings
+from mppo.trainer.redistribution import balanced_mini_batches, distribute, redistribute
+from mppo.trainer.run_spec import RunSpec, UpdateSettings, make_run_spec
+from mppo.weights.pretrained import open_model
 from tests.distributed.hook_cases import LAYOUTS
-from tests.unit.samples import differing_fields, table_of, trajectory, with_every_field
+from tests.unit.samples import answer, differing_fields, pack_answers, table_of, with_every_field
 
 CASES = {"dp4": ParallelConfig()} | {name: LAYOUTS[name][1] for name in ("tp2-dp2", "pp2-dp2", "cp2-dp2")}
 LENGTHS = [3, 9, 2, 17, 5, 5, 31, 2, 8, 13, 4, 6, 21, 3, 7, 11, 2]
@@ -28,20 +33,32 @@ class Place:
 
     def __init__(self, topology: Topology):
         self.topology = topology
-        trajectories = [trajectory([0] + [1] * (n - 1), index=i) for i, n in enumerate(LENGTHS)]
-        self.whole = with_every_field(pack(trajectories), hidden=WIDTH + 3)
+        self.answers = [answer([0] + [1] * (n - 1), index=i, score=float(i)) for i, n in enumerate(LENGTHS)]
+        self.whole = with_every_field(pack_answers(self.answers), hidden=WIDTH + 3)
 
     def held(self, rank_of: list[int]) -> PackedBatch:
         """Only a last stage has hidden states."""
         mine = [index for index, rank in enumerate(rank_of) if rank == self.topology.dp_rank]
-        batch = self.whole.select(mine).with_fields(origin=None)
+        batch = replace(self.whole.select(mine), origin=None)
         return batch if self.topology.is_last_stage else batch.with_fields(ref_hidden=None, old_hidden=None)
 
     def batch(self, rank_of: list[int]) -> StepBatch:
-        return StepBatch(self.held(rank_of), table_of(LENGTHS, LENGTHS, rank_of), step=3, cost=COST)
+        return StepBatch(self.held(rank_of), table_of(LENGTHS, LENGTHS, rank_of), step=3, workload=COST)
 
     def differing(self, batch: StepBatch) -> list[str]:
         return differing_fields(batch.packed, self.held(batch.table.rank_of))
+
+    def arrivals(self, spec: RunSpec, model: ModelConfig) -> list[str]:
+        """Fields that are not what they should be after the trajectories of a step went from the ranks that generated
+        them, some of them aborted, to those that train them."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        mine = [one for i, one in enumerate(self.answers) if i * i % ranks == rank]
+        aborted = answer([0, 1], index=len(LENGTHS) + rank, status=Status.ABORTED)
+        batch = distribute([aborted, *reversed(mine)], spec, model, 3, self.topology)
+        assert [s.uid for s in batch.table.summaries] == [one.trajectory.uid for one in self.answers]
+        assert batch.table.left_out == LeftOut(aborted=ranks)
+        held = [i for i, owner in enumerate(batch.table.rank_of) if owner == self.topology.dp_rank]
+        return differing_fields(batch.packed, pack_answers([self.answers[i] for i in held], held))
 
     def moves(self) -> dict[str, list[str]]:
         """Fields that are not what they should be after each of a chain of moves."""
@@ -86,12 +103,14 @@ class Place:
 
 
 def moves_and_epochs() -> dict[str, list[dict]]:
-    """Of every layout, what `Place.moves` and `Place.epochs` found on each rank."""
-    found = {}
+    """Of every layout, what `Place.arrivals`, `Place.moves` and `Place.epochs` found on each rank."""
+    found, config = {}, load_config("class", ["trainer.total_training_steps=1"])
+    model = open_model(config.model, seed=1).config
     for name, parallel in CASES.items():
         place = Place(layouts.initialize(parallel, seed=1))
         assert place.topology.dp_rank == place.topology.dp_rank_of(dist.get_rank())
-        found[name] = gather_from_all({"moves": place.moves(), "epochs": place.epochs()})
+        arrivals = place.arrivals(make_run_spec(config, place.topology.dp), model)
+        found[name] = gather_from_all({"arrivals": arrivals, "moves": place.moves(), "epochs": place.epochs()})
         layouts.parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return found

@@ -19,6 +19,7 @@ def found():
 def test_every_field_of_every_trajectory_arrives_unchanged_and_in_order(found, layout):
     assert len(found[layout]) == PROCESSES
     for rank in found[layout]:
+        assert not rank["arrivals"]
         assert not any(rank["moves"].values()), rank["moves"]
         assert not rank["epochs"]["differing"]
 

@@ -28,6 +28,7 @@ from mppo.megatron.objectives import NON_FINITE, LogProbPass, PolicyObjective, V
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, cut_mini_batch
+from mppo.trainer.current_policy_fields import with_prepared
 from mppo.trainer.roles import TrainableRole
 from mppo.trainer.run_spec import UpdateSettings
 from mppo.weights.live_weights import LiveWeights, local_parameters
@@ -86,13 +87,14 @@ class Bench:
     def batch(self, idle: bool) -> StepBatch:
         """This rank's part; with `idle`, the trajectories that train are all on the first rank."""
         everything = trajectories(self.dense)
-        lengths, actions = [len(t) for t in everything], [t.actions for t in everything]
+        lengths, actions = [len(t) for t in everything], [t.action_count for t in everything]
         rank_of = assign_ranks([list(range(len(everything)))], [float(n) for n in lengths], self.topology.dp)
         if idle:
             rank_of = [0 if n else self.topology.dp - 1 for n in actions]
         table = table_of(lengths, actions, rank_of)
-        mine = [t for t, rank in zip(everything, rank_of, strict=True) if rank == self.topology.dp_rank]
-        return StepBatch(pack(mine), table, step=0, cost=WorkloadModel(linear=1.0, attention=0.0))
+        mine = [i for i, rank in enumerate(rank_of) if rank == self.topology.dp_rank]
+        packed = pack([everything[i] for i in mine], indices=mine)
+        return StepBatch(packed, table, step=0, workload=WorkloadModel(linear=1.0, attention=0.0))
 
     def outputs(self) -> dict[str, Tensor]:
         """`[T]` log-probs or values of the whole batch, on one process."""
@@ -118,19 +120,25 @@ class Bench:
         indices = list(range(len(batch.table)))
         loss = None if self.critic else policy_loss(case.loss, KNOBS.get(case.loss))
         if loss is not None and loss.needs_mini_batch:
-            batch = with_prepared(loss, batch, indices, batch.packed.rollout_log_probs, 1, self.reduction)
-        mini_batch = cut_mini_batch(batch, indices, settings, self.topology)
+            batch = with_prepared(loss, batch, indices, batch.packed["rollout_log_probs"], 1, self.reduction)
+        mini_batch = cut_mini_batch(batch, indices, settings, self.topology, self._reads(loss))
         self.role.optimizer.zero_grad()
         statistics = run_schedule(self.role.chunks, mini_batch.micro_batches, self._objective(loss, mini_batch))
         metrics = reduce_statistics(add_up(statistics), self.topology)
         return {name: ratio.value for name, ratio in metrics.items() if not name.endswith(NON_FINITE)}
 
+    @staticmethod
+    def _terms(loss) -> ActorTerms:
+        return ActorTerms(loss, entropy_coeff=0.1, kl_loss_coef=0.05, importance_weighted=("policy", "kl"))
+
+    def _reads(self, loss) -> tuple[str, ...]:
+        return ValueObjective.reads if self.critic else PolicyObjective.reads(self._terms(loss))
+
     def _objective(self, loss, mini_batch: MiniBatch):
         if self.critic:
-            return ValueObjective(0.2, mini_batch.tokens)
-        terms = ActorTerms(loss, entropy_coeff=0.1, kl_loss_coef=0.05, importance_weighted=("policy", "kl"))
+            return ValueObjective(0.2, mini_batch.total_tokens)
         combine = sum_with_gradient(self.topology.cp_group) if self.topology.cp > 1 else None
-        return PolicyObjective(self.head, terms, mini_batch.tokens, combine=combine)
+        return PolicyObjective(self.head, self._terms(loss), mini_batch.total_tokens, combine=combine)
 
     def gather(self, what: str) -> dict[str, Tensor]:
         """Gradients or parameters under their Hugging Face names, on one process."""
