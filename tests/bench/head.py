@@ -318,7 +318,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--dtype", type=lambda text: text.split(","), default=["float32", "bfloat16"])
     parser.add_argument("--ranks", type=int, default=2, help="processes; they share the vocabulary")
-    parser.add_argument("--repeats", type=int, default=3, help="runs that the median is of")
+    parser.add_argument("--repeats", type=int, default=1, help="runs that the median is of; minutes each")
     parser.add_argument("--json", type=Path, help="write the numbers to this file as well, worst dtype first")
     parser.add_argument("--quick", action="store_true", help="another default for sizes, dtypes and repeats: seconds")
     if parser.parse_args(arguments).quick:

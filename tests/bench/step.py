@@ -157,7 +157,8 @@ def measure(size: Size, layout: str, repeats: int) -> dict[str, float]:
 
 def work(options: argparse.Namespace) -> None:
     """One of the processes."""
-    size = Size(prompt=options.prompt, response=Size.prompt + Size.response - options.prompt)
+    response = Size.prompt + Size.response - options.prompt
+    size = Size(trajectories=options.trajectories, prompt=options.prompt, response=response)
     seconds = measure(size, options.layout, options.repeats)
     ratio = seconds["mppo"] / seconds["bare"]
     Console(quiet=dist.get_rank() > 0, width=120).print(
@@ -175,10 +176,11 @@ def main() -> None:
     parser.add_argument("--layout", default="dp1", choices=("dp1", *known_layouts()))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="where to write the headline ratio")
-    parser.add_argument("--quick", action="store_true", help="two repeats by default")
+    parser.add_argument("--trajectories", type=int, default=Size.trajectories, help="of each data-parallel rank")
+    parser.add_argument("--quick", action="store_true", help="another default for trajectories and repeats")
     parser.add_argument("--prompt", type=int, default=Size.prompt, help="tokens of 256 that do not train, 1 or more")
     if parser.parse_args().quick:
-        parser.set_defaults(repeats=2)
+        parser.set_defaults(trajectories=4, repeats=2)
     options = parser.parse_args()
     if under_torchrun():
         work(options)

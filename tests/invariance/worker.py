@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mppo.trainer.preparation import with_prepared
 from torch import Tensor
 
 from mppo.algorithm.actor_loss import ActorTerms

@@ -250,14 +250,14 @@ def test_every_field_is_read_by_code_that_names_its_group():
     """
     package = default_config_dir().parent / "mppo"
     sources = "\n".join(p.read_text() for p in package.rglob("*.py") if p.parent.name != "config")
+    attributes = set(re.findall(r"\b(\w+)(?=\.(\w+)\b)", sources))
     short = {"config": ["config", "cfg"], "optim": ["config", "optim"], "overlong_buffer": ["buffer"]}
     short |= {"filter_groups": ["filtering"]}
     unread = []
     for path in field_paths(Config):
         group, _, name = path.rpartition(".")
         owner = group.rpartition(".")[2]
-        owners = {owner, owner + "s", "role", "config", "source", "settings", "control", "given"}
-        owners |= set(short.get(owner, []))
-        if not name.endswith("_per_gpu") and not any(re.search(rf"\b{o}\.{name}\b", sources) for o in owners):
+        owners = {owner, owner + "s", "role", "config", "source", "settings", "control", "given", *short.get(owner, [])}
+        if not name.endswith("_per_gpu") and not any((o, name) in attributes for o in owners):
             unread.append(path)
     assert unread == []
