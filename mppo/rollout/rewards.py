@@ -49,14 +49,20 @@ class Reward:
     """Named parts, reported as metrics."""
 
 
-REWARDS: Registry[Callable] = Registry("reward", traits=("batch", "packages"))
-"""Reward functions by name.
+@dataclass(frozen=True)
+class RewardTraits:
+    """How a reward function is to be called."""
 
-A function takes a Sample and returns a number, a Reward, or a dictionary with `score`; it may be `async`.
-`batch=True` (for an import path: an attribute `batch` of the function) says that it takes the list of samples of one
-group and returns a list as long. `packages` names the packages that it imports when it is called, which worker
-processes then import before the first deadline runs.
-"""
+    batch: bool = False
+    """It takes the list of samples of one group and returns a list as long. For an import path: an attribute `batch`
+    of the function."""
+    packages: tuple[str, ...] = ()
+    """What it imports when it is called, which worker processes then import before the first deadline runs."""
+
+
+REWARDS: Registry[Callable, RewardTraits] = Registry("reward", traits=RewardTraits)
+"""Reward functions by name. One takes a Sample and returns a number, a Reward, or a dictionary with `score`; it may be
+`async`."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,8 @@ def reward_function(name: str, options: dict[str, Any]) -> RewardFunction:
     Raises ConfigError for an unknown name, an option that it does not read, and a package that is missing.
     """
     plugin = REWARDS.get(name)
-    traits = plugin.traits or {}
-    packages = tuple(traits.get("packages", ()))
-    for package in packages:
+    for package in plugin.traits.packages:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"reward.function={name} needs the package {package.replace('_', '-')}; install it")
-    batch = bool(traits.get("batch", getattr(plugin.fn, "batch", False)))
-    return RewardFunction(name, plugin.bind(options, "reward.options"), batch, packages)
+    batch = plugin.traits.batch or bool(getattr(plugin.fn, "batch", False))
+    return RewardFunction(name, plugin.bind(options, "reward.options"), batch, plugin.traits.packages)
