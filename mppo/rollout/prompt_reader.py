@@ -1,6 +1,5 @@
 """Rows made into prompts: the text, its token ids, and what is refused."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -108,7 +107,7 @@ class PromptReader:
             ) from error
         return PromptText(number, text, add_special_tokens=False)
 
-    def _tokenise(self, texts: list[PromptText]) -> Iterable[list[int]]:
+    def _tokenise(self, texts: list[PromptText]) -> list[list[int]]:
         """In the order of the texts; many at once, over which a fast tokenizer spreads its threads."""
         token_ids: dict[int, list[int]] = {}
         for special in (True, False):

@@ -39,6 +39,8 @@ class RewardWorkers:
         Raises RewardError for an answer without a reward where `reward.on_error` says so, for a value that is no
         reward, and when more than `reward.max_failure_rate` of the latest answers failed.
         """
+        if not group:
+            return []
         samples = [self._sample(trajectory, prompt) for trajectory, prompt in group]
         outcomes = await self._outcomes(samples)
         return [
