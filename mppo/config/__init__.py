@@ -1,4 +1,5 @@
-"""The typed configuration. Every field is documented here, validated in `__post_init__`, and read by the code.
+"""The typed configuration. Every field is documented at its definition, validated in `__post_init__`, and read by the
+code; which fields a run would not read each class says in `unread` (see `run_facts`).
 
 Names follow the field's usage (verl's knobs, Megatron's parallel sizes). Knobs of one loss or one estimator are
 not here but in the dataclass registered with it; they are given under `actor.policy_loss` and `algorithm.adv_options`.
@@ -51,11 +52,16 @@ __all__ = [
 
 @dataclass
 class TrainerConfig:
+    """How long a run is, what it writes and where."""
+
     total_training_steps: int = 100
+    """A training step answers a batch of prompts and trains on the answers."""
     seed: int = 1
+    """Of sampling, of the order of prompts and of mini-batches, and of a model from random initialisation."""
     out_dir: str = "runs/default"
     """Logs, metrics, samples, curve and checkpoints."""
     val_before_train: bool = True
+    """Validate before the first step."""
     test_freq: int = 0
     """Validate every so many steps, and after the last; 0: only after the last."""
     save_freq: int = 0
@@ -64,6 +70,8 @@ class TrainerConfig:
     """Training steps at the start that update the critic only."""
     save_hf: bool = True
     """Write the trained model as a Hugging Face folder, out_dir/hf, after the last step."""
+    save_hf_freq: int = 0
+    """Write it every so many steps too, as out_dir/hf_step_N; 0: only after the last."""
     resume: bool = True
     """Go on from the newest checkpoint in out_dir, if there is one."""
     resume_changed: bool = False
@@ -81,6 +89,7 @@ class TrainerConfig:
             seed=self.seed,
             test_freq=self.test_freq,
             save_freq=self.save_freq,
+            save_hf_freq=self.save_hf_freq,
             critic_warmup=self.critic_warmup,
             samples_per_step=self.samples_per_step,
         )
@@ -99,6 +108,8 @@ class TrainerConfig:
 
 @dataclass
 class Config:
+    """All that a run is told."""
+
     model: ModelSource = field(default_factory=ModelSource)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)

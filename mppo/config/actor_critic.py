@@ -15,7 +15,9 @@ class OptimConfig:
     """Adam in Megatron-core. The schedule counts optimizer steps, not training steps."""
 
     lr: float = 1e-6
+    """The learning rate after warm-up."""
     min_lr: float = 0.0
+    """Where the learning rate stops decaying."""
     lr_warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
     lr_decay_steps: int | None = None
@@ -23,9 +25,13 @@ class OptimConfig:
     lr_decay_style: str = "cosine"
     """`cosine` or `linear`; read when lr_decay_steps is set."""
     weight_decay: float = 0.0
+    """Decoupled, as in AdamW (1711.05101)."""
     adam_beta1: float = 0.9
+    """Decay of the mean of gradients."""
     adam_beta2: float = 0.999
+    """Decay of the mean of squared gradients."""
     adam_eps: float = 1e-8
+    """Added to the root of the mean of squared gradients."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
     use_distributed_optimizer: bool = False
@@ -169,6 +175,7 @@ class ActorConfig(TrainedRoleConfig):
     use_kl_loss: bool = False
     """Add kl_loss_coef times the KL to the reference to the loss."""
     kl_loss_coef: float = 0.001
+    """Of the KL in the loss."""
     kl_loss_type: str = "low_var_kl"
     """A KL form: `k1`, `k2`, `k3` and their like, or `full`, exact over the vocabulary."""
 
@@ -200,10 +207,13 @@ class CriticParallelConfig:
     """What of the layout is the critic's own; process groups are those of all roles. null: as in `parallel`."""
 
     sequence_parallel: bool | None = None
+    """Cut activations between tensor-parallel regions along the sequence."""
     virtual_pipeline_model_parallel_size: int | None = None
     """1: one model chunk of each pipeline stage, even where the actor has more."""
     num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the critic that the first stage holds."""
     num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the critic that the last stage holds."""
 
     def __post_init__(self):
         positive("critic.parallel", **{name: getattr(self, name) for name in PIPELINE_FIELDS})

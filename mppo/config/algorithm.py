@@ -10,13 +10,16 @@ from mppo.config.run_facts import RunFacts, Unread
 
 @dataclass
 class KLControllerConfig:
+    """The coefficient of the KL in the reward."""
+
     type: str = "fixed"
     """`fixed` or `adaptive`."""
     kl_coef: float = 0.001
+    """The coefficient; where adaptive, the one of the first step."""
     target_kl: float = 0.1
-    """Read when adaptive."""
+    """KL per token that an adaptive coefficient steers to."""
     horizon: int = 10000
-    """Trajectories over which an adaptive coefficient follows; read when adaptive."""
+    """Trajectories over which an adaptive coefficient follows."""
 
     def __post_init__(self):
         one_of("algorithm.kl_ctrl.type", self.type, ("fixed", "adaptive"))
@@ -34,6 +37,7 @@ class FilterGroupsConfig:
     """Dynamic sampling (DAPO, 2503.14476): leave out prompts whose answers are all worth the same, and draw more."""
 
     enable: bool = False
+    """Whether prompts are left out at all."""
     metric: str = "reward"
     """What must differ within a group: `reward` or `accuracy`."""
     max_num_gen_batches: int = 4
@@ -56,6 +60,8 @@ class FilterGroupsConfig:
 
 @dataclass
 class AlgorithmConfig:
+    """What rewards are made into: advantages, and which answers train."""
+
     adv_estimator: str = "grpo"
     """A registered estimator, or `package.module:function`. It does not choose the loss."""
     adv_options: dict[str, Any] = field(default_factory=dict)

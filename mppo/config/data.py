@@ -26,13 +26,16 @@ class PromptSource:
         return bool(self.files or self.generator)
 
     def unread(self, run: RunFacts) -> Iterator[Unread]:
-        if self.generator is None:
-            yield Unread("options", "generator is null")
+        if self.files:  # where there is neither, an override has switched off a generator and its knobs with it
+            yield Unread("options", "they are of a generator, and the prompts come from files")
 
 
 @dataclass
 class DataConfig:
+    """Prompts, and how long they and their answers may be."""
+
     train: PromptSource = field(default_factory=PromptSource)
+    """Prompts to train on."""
     val: PromptSource = field(default_factory=PromptSource)
     """Held-out prompts, answered greedily; optional."""
     prompt_key: str = "prompt"
@@ -70,14 +73,17 @@ class RolloutConfig:
     n: int = 1
     """Answers per prompt."""
     temperature: float = 1.0
+    """Divides the logits, of generation and of every log-prob that is trained on."""
     top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability; 1: among all."""
     top_k: int = 0
-    """0: all tokens."""
+    """Sample among so many of the likeliest tokens; 0: among all."""
     stop: list[str] = field(default_factory=list)
     """Texts that end an answer; they stay in it."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end an answer, besides the model's own end-of-text."""
     ignore_eos: bool = False
+    """Go on after the model's end-of-text, up to data.max_response_length."""
     dtype: str | None = None
     """dtype of the generating copy of the model; null: model.dtype."""
     batch_size: int = 256

@@ -19,7 +19,9 @@ class ParallelConfig:
     """How the model is cut. What is left of the world is data parallel."""
 
     tensor_model_parallel_size: int = 1
+    """Ranks over which each matrix is cut."""
     pipeline_model_parallel_size: int = 1
+    """Stages of the pipeline, each with some of the layers."""
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks of each pipeline stage, for the interleaved schedule; null: one."""
     num_layers_in_first_pipeline_stage: int | None = None
@@ -28,6 +30,7 @@ class ParallelConfig:
     num_layers_in_last_pipeline_stage: int | None = None
     """The same of the stage that holds the output layer and the loss too."""
     context_parallel_size: int = 1
+    """Ranks over which each sequence is cut."""
     expert_model_parallel_size: int = 1
     """Ranks that the experts of a layer are dealt out to; it divides TP x CP x DP."""
     sequence_parallel: bool = False
@@ -77,6 +80,7 @@ class RecomputeConfig:
     """Of `full`: `uniform`, the input of every num_layers layers is kept, or `block`, the first num_layers of a stage.
     """
     num_layers: int = 1
+    """Of `full`: how many, by the method."""
     modules: list[str] = field(default_factory=lambda: ["core_attn"])
     """Of `selective`: `core_attn`, `mlp`, for mixtures of experts `moe`, and with Transformer Engine's layers
     `layernorm` and `moe_act`."""
@@ -97,6 +101,8 @@ class RecomputeConfig:
 
 @dataclass
 class ModelSource:
+    """Which model is trained, in which dtype, and what of it is computed twice to save memory."""
+
     path: str | None = None
     """A Hugging Face model folder: config.json, safetensors, tokenizer."""
     preset: str | None = None

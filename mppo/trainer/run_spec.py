@@ -106,7 +106,7 @@ class RunSpec:
         """Whether a pass is planned by the actor's limits of forward-only passes: its own, the reference's, or that of
         a critic without limits of its own."""
         correction = self.correction
-        prepares = correction.rollout_is or correction.rollout_rs or self.policy_loss.prepare
+        prepares = correction.rollout_is or correction.rollout_rs or self.policy_loss.needs_mini_batch
         return (
             self.config.need_reference
             or self.anchor(self.trajectories) is Anchor.OWN_PASS

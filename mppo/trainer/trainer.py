@@ -134,10 +134,12 @@ class Trainer:
             records.reporter.step(done, self.metrics)
             if settings.save_freq and (done == total or self._due(settings.save_freq)):
                 self.save()
+            if self._due(settings.save_hf_freq):
+                self.export(f"hf_step_{done:06d}")
             if self.run.rollouts.held_out and (done == total or self._due(settings.test_freq)):
                 accuracies["after"] = self.validate()
         if settings.save_hf:
-            self.export()
+            self.export("hf")
         records.reporter.finish(accuracies)
         return accuracies
 
@@ -341,10 +343,10 @@ class Trainer:
         """A checkpoint of everything that has state."""
         self.checkpoints.save(self.progress.step, self.progress.weight_version)
 
-    def export(self) -> None:
-        """The actor as a Hugging Face folder."""
+    def export(self, name: str) -> None:
+        """The actor as a Hugging Face folder of that name."""
         with self.run.roles.actor.onloaded_weights():
-            export_hf(self.run.rollouts.weights, self.run.model, f"{self.config.trainer.out_dir}/hf")
+            export_hf(self.run.rollouts.weights, self.run.model, f"{self.config.trainer.out_dir}/{name}")
 
     @named_step
     def validate(self) -> float:

@@ -18,8 +18,8 @@ EVERY_RUN = """
     data.train.files data.train.generator data.val.files data.val.generator data.prompt_key data.answer_key
     data.train_batch_size data.max_prompt_length data.max_response_length data.overlong_prompts data.shuffle
     rollout.n rollout.temperature rollout.top_p rollout.top_k rollout.stop rollout.stop_token_ids rollout.ignore_eos
-    rollout.dtype rollout.batch_size
-    reward.function
+    rollout.dtype rollout.batch_size rollout.engine rollout.timeout_s
+    reward.function reward.workers reward.timeout_s reward.on_error
     algorithm.adv_estimator algorithm.kl_ctrl.type
     actor.loss_agg_mode actor.ppo_mini_batch_size actor.ppo_epochs actor.use_dynamic_bsz actor.placement
     actor.entropy_coeff actor.calculate_entropy actor.use_kl_loss
@@ -27,7 +27,7 @@ EVERY_RUN = """
     actor.optim.adam_beta1 actor.optim.adam_beta2 actor.optim.adam_eps actor.optim.clip_grad
     actor.optim.use_distributed_optimizer actor.optim.overlap_grad_reduce actor.optim.overlap_param_gather
     trainer.total_training_steps trainer.seed trainer.out_dir trainer.save_freq trainer.save_hf trainer.resume
-    trainer.samples_per_step
+    trainer.save_hf_freq trainer.samples_per_step
 """
 """Read by every run: for its numbers, or to know which of the groups below it reads."""
 
@@ -64,8 +64,10 @@ REFUSED = [
     ("parallel.virtual_pipeline_model_parallel_size=2", (), "needs pipeline_model_parallel_size"),
     ("parallel.num_layers_in_first_pipeline_stage=2", (), "needs pipeline_model_parallel_size"),
     ("parallel.num_layers_in_last_pipeline_stage=2", (), "needs pipeline_model_parallel_size"),
-    ("data.train.options={size: 3}", ("data.train.files=[x.jsonl]",), "generator is null"),
-    ("data.val.options={size: 3}", ("data.val.files=[x.jsonl]",), "generator is null"),
+    ("data.train.options={size: 3}", ("data.train.files=[x.jsonl]",), "the prompts come from files"),
+    ("data.val.options={size: 3}", ("data.val.files=[x.jsonl]",), "the prompts come from files"),
+    ("reward.error_score=1.0", ("reward.on_error=abstain",), "has no effect with reward.on_error=abstain"),
+    ("reward.max_failure_rate=0.2", (), "has no effect with reward.on_error=raise"),
     ("reward.overlong_buffer.penalty_factor=2", (), "reward.overlong_buffer.len=0"),
     ("reward.overlong_buffer.len=2", PARTS, "gdpo reads the parts of the reward"),
     ("reward.running_normalization=true", PARTS, "gdpo reads the parts of the reward"),
@@ -112,6 +114,8 @@ REFUSED = [
     ("critic.parallel.num_layers_in_last_pipeline_stage=2", (GAE,), "needs parallel.pipeline_model_parallel_size"),
     ("ref.placement=device", (), "neither actor.use_kl_loss nor algorithm.use_kl_in_reward is on"),
     ("trainer.critic_warmup=2", (), "algorithm.adv_estimator=grpo needs no critic"),
+    ("trainer.resume_changed=true", ("trainer.resume=false",), "has no effect with trainer.resume=false"),
+    ("trainer.keep_checkpoints=2", (), "has no effect with trainer.save_freq=0"),
     ("trainer.test_freq=2", (), "data.val is not given"),
     ("trainer.val_before_train=false", (), "data.val is not given"),
 ]
