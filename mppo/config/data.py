@@ -65,6 +65,8 @@ class DataConfig:
 
 @dataclass
 class RolloutConfig:
+    """How prompts are answered."""
+
     engine: str = "local"
     """`local`: a copy of the model generates in each trainer process, with a KV cache."""
     timeout_s: float = 1800.0

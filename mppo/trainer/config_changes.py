@@ -26,6 +26,7 @@ FREE = {
     "trainer.out_dir": "the folder may have been moved",
     "trainer.resume*": "is about how to start",
     "trainer.save_freq": "is about what is written",
+    "trainer.save_hf_freq": "is about what is written",
     "trainer.save_hf": "is about what is written",
     "trainer.keep_checkpoints": "is about what is written",
     "trainer.samples_per_step": "is about what is written",
