@@ -28,26 +28,44 @@ class Run:
 
 def train(config: str, processes: int, out_dir: Path, *overrides: str, timeout: float = 600) -> Run:
     """Run a shipped configuration to its end; fails with the tail of its output."""
-    ended = run_on_ranks(_command, processes, _arguments(config, out_dir, overrides), timeout=timeout)
-    assert not any(ended.exit_codes), f"{config} on {processes} processes failed:\n{ended.tails}"
-    return Run(ended.output, out_dir)
+    return _finished(_arguments("train", config, out_dir, overrides), processes, timeout)
+
+
+def sft(config: str, processes: int, out_dir: Path, *overrides: str, timeout: float = 300) -> Run:
+    """The same of `mppo sft`."""
+    return _finished(_arguments("sft", config, out_dir, overrides), processes, timeout)
 
 
 def train_refused(config: str, processes: int, out_dir: Path, *overrides: str, timeout: float = 300) -> str:
     """Run a configuration that every rank must refuse, with exit code 2; returns what they printed."""
-    ended = run_on_ranks(_command, processes, _arguments(config, out_dir, overrides), timeout=timeout)
-    assert set(ended.exit_codes) == {2}, f"{config} was not refused:\n{ended.tails}"
-    return ended.output
+    return _refused(_arguments("train", config, out_dir, overrides), processes, timeout)
+
+
+def sft_refused(config: str, processes: int, out_dir: Path, *overrides: str, timeout: float = 300) -> str:
+    """The same of `mppo sft`."""
+    return _refused(_arguments("sft", config, out_dir, overrides), processes, timeout)
 
 
 def train_under_torchrun(config: str, processes: int, out_dir: Path, *overrides: str) -> Run:
     """Like `train`, by the command line that a user types."""
-    output = torchrun_succeeds(processes, "-m", "mppo", *_arguments(config, out_dir, overrides), timeout=600)
+    output = torchrun_succeeds(processes, "-m", "mppo", *_arguments("train", config, out_dir, overrides), timeout=600)
     return Run(output, out_dir)
 
 
-def _arguments(config: str, out_dir: Path, overrides: tuple[str, ...]) -> list[str]:
-    return ["train", "--config-name", config, f"trainer.out_dir={out_dir}", *overrides]
+def _arguments(command: str, config: str, out_dir: Path, overrides: tuple[str, ...]) -> list[str]:
+    return [command, "--config-name", config, f"trainer.out_dir={out_dir}", *overrides]
+
+
+def _finished(arguments: list[str], processes: int, timeout: float) -> Run:
+    ended = run_on_ranks(_command, processes, arguments, timeout=timeout)
+    assert not any(ended.exit_codes), f"{arguments} on {processes} processes failed:\n{ended.tails}"
+    return Run(ended.output, Path(arguments[3].removeprefix("trainer.out_dir=")))
+
+
+def _refused(arguments: list[str], processes: int, timeout: float) -> str:
+    ended = run_on_ranks(_command, processes, arguments, timeout=timeout)
+    assert set(ended.exit_codes) == {2}, f"{arguments} was not refused:\n{ended.tails}"
+    return ended.output
 
 
 def _command(arguments: list[str]) -> None:
