@@ -58,7 +58,8 @@ def _less_baseline(
     ids = x.segments.ids[actions]
     returns = rewards_to_go(x.rewards, x.action_mask, x.segments.ids)
     to_go = returns[actions].double()
-    variance = 1 - 2 * x.old_log_probs[actions].double().exp() + x.sum_pi_squared[actions].double()
+    probs, squares = x.need("old_log_probs")[actions].double().exp(), x.need("sum_pi_squared")[actions].double()
+    variance = 1 - 2 * probs + squares
     # It is sum_v (1[v = y] - pi_v)^2; what is below 0 for a near-certain token is rounding.
     variance = torch.where((variance < 0) & (variance > -ROUNDING), 0.0, variance)
     if x.rollout_is_weights is not None:
