@@ -1,6 +1,6 @@
 """What estimators and losses are given of the batch.
 
-What an update of the actor must know of its whole mini-batch is found before the training pass. Bypass mode weighs
+What an update of the actor must know of its whole mini-batch is found before the training pass. Bypass mode corrects
 and rejects by the current policy against the rollout's; some losses choose tokens over the mini-batch. Both see the
 current log-probs of all of it, whatever the cut.
 """
@@ -64,7 +64,7 @@ class CurrentPolicyFields:
 
     @property
     def corrects(self) -> bool:
-        """Whether weights or rejection follow from the current policy."""
+        """Whether importance weights or rejection follow from the current policy."""
         correction = self.spec.correction
         return correction.bypass_mode and (correction.rollout_is is not None or correction.rollout_rs is not None)
 

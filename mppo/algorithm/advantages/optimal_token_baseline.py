@@ -3,7 +3,6 @@ rewards to go there, in proportion to the variance that each trajectory has gath
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -87,12 +86,9 @@ def sum_of_cells(values: Tensor, cells: Tensor, count: int, reduction: Reduction
     `cells [A]` long lie in `[0, count)`, and `count` is the same on every rank. No more than `block` cells are in
     memory at a time; the ranks meet `count / block` times.
     """
-    order = cells.argsort(stable=True)
-    starts = range(0, count, block)
-    bounds = torch.searchsorted(cells[order], torch.tensor([*starts, count], device=cells.device)).tolist()
     summed = torch.zeros_like(values)
-    for start, (first, last) in zip(starts, pairwise(bounds), strict=True):
-        mine = order[first:last]
+    for start in range(0, count, block):
+        mine = ((cells >= start) & (cells < start + block)).nonzero().squeeze(-1)
         within = cells[mine] - start
         table = values.new_zeros(len(values), min(block, count - start)).index_add(1, within, values[:, mine])
         summed[:, mine] = reduction.sum(table)[:, within]
