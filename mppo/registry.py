@@ -25,23 +25,26 @@ class NoConfig:
 
 
 @dataclass(frozen=True)
-class NoTraits:
-    """Of a kind of plugin that declares nothing but its knobs."""
+class Traits:
+    """What plugins of one kind declare beside their knobs: a subclass for each kind that declares anything.
+
+    Every field has a default, which holds for a callable that is found by its import path and was never registered.
+    """
 
 
 T = TypeVar("T", bound=Callable)
-Traits = TypeVar("Traits", default=NoTraits)
+Declared = TypeVar("Declared", bound=Traits, default=Traits)
 
 
 @dataclass(frozen=True)
-class Plugin(Generic[T, Traits]):
+class Plugin(Generic[T, Declared]):
     """A registered callable, the dataclass of its knobs, and what else was declared with it."""
 
     name: str
     fn: T
     config: type
     """The dataclass of its knobs."""
-    traits: Traits
+    traits: Declared
     """What the callable is or needs, as far as mppo must know it."""
 
     def configure(self, values: dict[str, Any], where: str) -> Any:
@@ -77,16 +80,12 @@ def typed(schema: type, values: dict[str, Any], where: str, reader: str) -> Any:
         raise ConfigError(f"{where}.{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
-class Registry(Generic[T, Traits]):
-    """A name -> Plugin table for one kind of thing.
+class Registry(Generic[T, Declared]):
+    """A name -> Plugin table for one kind of thing."""
 
-    `traits` is the frozen dataclass of what plugins of this kind declare beside their knobs; every field has a default,
-    which holds for a callable that is found by its import path and was never registered.
-    """
-
-    def __init__(self, kind: str, traits: type[Traits] = NoTraits):
+    def __init__(self, kind: str, traits: type[Declared] = Traits):  # type: ignore[assignment]
         self.kind, self._traits = kind, traits
-        self._plugins: dict[str, Plugin[T, Traits]] = {}
+        self._plugins: dict[str, Plugin[T, Declared]] = {}
 
     def register(
         self, name: str, *, config: type = NoConfig, override: bool = False, **traits: Any
@@ -113,7 +112,7 @@ class Registry(Generic[T, Traits]):
     def names(self) -> list[str]:
         return sorted(self._plugins)
 
-    def get(self, name: str) -> Plugin[T, Traits]:
+    def get(self, name: str) -> Plugin[T, Declared]:
         """Find a plugin by name or import path. Raises ConfigError that lists the known names and the nearest."""
         if ":" in name:
             return self._imported(name)
@@ -127,7 +126,7 @@ class Registry(Generic[T, Traits]):
             )
         return self._plugins[name]
 
-    def _imported(self, path: str) -> Plugin[T, Traits]:
+    def _imported(self, path: str) -> Plugin[T, Declared]:
         module_name, _, attribute = path.partition(":")
         try:
             target = getattr(importlib.import_module(module_name), attribute)

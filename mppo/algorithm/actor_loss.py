@@ -11,6 +11,7 @@ from torch import Tensor
 from mppo.algorithm.kl import FULL, kl_penalty, kl_saturated
 from mppo.algorithm.policy_losses import PolicyInputs, PolicyLoss
 from mppo.algorithm.statistics import Statistic, Statistics, mean, total
+from mppo.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,28 @@ def actor_loss(
         loss = importance_weighted("policy", loss)
     statistics["pg_loss"] = aggregated(loss)
     if terms.uses_entropy:
+        entropy = _given(entropy, "the entropy")
         bonus = importance_weighted("entropy", entropy)
         loss = loss - terms.entropy_coeff * bonus
         statistics["entropy_loss"] = aggregated(bonus)
         statistics["entropy"] = mean(entropy, mask)
     if terms.kl_loss_coef is not None:
-        kl = full_kl if terms.uses_full_kl else kl_penalty(x.log_probs, x.ref_log_probs, terms.kl_loss_type)
+        if terms.uses_full_kl:
+            kl = _given(full_kl, "the exact KL")
+        else:
+            kl = kl_penalty(x.log_probs, _given(x.ref_log_probs, "ref_log_probs"), terms.kl_loss_type)
         kl = importance_weighted("kl", kl)
         loss = loss + terms.kl_loss_coef * kl
         statistics["kl_loss"] = aggregated(kl)
         if not terms.uses_full_kl:
-            saturated = kl_saturated(x.log_probs, x.ref_log_probs, terms.kl_loss_type)
+            saturated = kl_saturated(x.log_probs, _given(x.ref_log_probs, "ref_log_probs"), terms.kl_loss_type)
             if saturated is not None:
                 statistics["kl_saturated"] = mean(saturated, mask)
     statistics["loss"] = aggregated(loss)
     return loss, statistics
+
+
+def _given(x: Tensor | None, name: str) -> Tensor:
+    if x is None:
+        raise ConfigError(f"the actor's loss has a term of {name}, which is not given")
+    return x

@@ -16,6 +16,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduction:
         "errors": std(returns - values, mask, unbiased=False),
     }
     whole = reduced(spreads, reduction)
-    total, unexplained = whole["returns"].squares.item(), whole["errors"].squares.item()
+    total, unexplained = (s.squares_about(s.mean).item() for s in (whole["returns"], whole["errors"]))
     rounding = 1e-20 * (whole["returns"].count * whole["returns"].mean.square()).item()
     return 1.0 - unexplained / total if total > rounding else 0.0

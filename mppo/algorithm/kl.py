@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from mppo.errors import ConfigError
-from mppo.registry import Registry
+from mppo.registry import Registry, Traits
 
 LOG_RATIO_LIMIT = 20.0
 """Every log-ratio that is exponentiated is clamped to plus and minus this, so that no exp overflows or dominates."""
 
 
 @dataclass(frozen=True)
-class KLFormTraits:
+class KLFormTraits(Traits):
     """What a KL form declares."""
 
     saturated: Callable[[Tensor], Tensor] | None = None

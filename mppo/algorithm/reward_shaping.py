@@ -52,7 +52,7 @@ class RunningMoments:
 
     def state_dict(self) -> dict[str, float]:
         seen = self._seen
-        return {"count": seen.count.item(), "total": seen.total.item(), "squares": seen.squares.item()}
+        return {"count": seen.count.item(), "total": seen.total.item(), "squares": seen.squares_about(seen.mean).item()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         moments = {name: torch.tensor(state[name], dtype=torch.double) for name in ("count", "total", "squares")}

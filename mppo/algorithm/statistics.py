@@ -33,7 +33,7 @@ class Statistic:
         if self.squares is not None:
             both = replace(both, squares=self.squares_about(both.mean) + other.squares_about(both.mean))
         if self.largest is not None:
-            both = replace(both, largest=torch.maximum(self.largest, other.largest))
+            both = replace(both, largest=torch.maximum(self.largest, _given(other.largest)))
         return both
 
     @property
@@ -54,11 +54,11 @@ class Statistic:
     @property
     def variance(self) -> Tensor:
         """0-dim, unbiased; 0 of fewer than two numbers."""
-        return self.squares / (self.count - 1).clamp(min=1)
+        return _given(self.squares) / (self.count - 1).clamp(min=1)
 
     def squares_about(self, centre: Tensor) -> Tensor:
         """Sum of squared deviations from `centre`."""
-        return self.squares + self.count * (self.mean - centre).square()
+        return _given(self.squares) + self.count * (self.mean - centre).square()
 
     def reduced(self, reduction: Reduction) -> "Statistic":
         """Over what all ranks hold."""
@@ -146,7 +146,7 @@ def reduced(statistics: Statistics, reduction: Reduction) -> Statistics:
         whole |= {n: replace(whole[n], squares=s) for n, s in zip(deviating, squares, strict=True)}
     extreme = [n for n in names if statistics[n].largest is not None]
     if extreme:
-        found = reduction.max(torch.stack([statistics[n].largest for n in extreme])).cpu()
+        found = reduction.max(torch.stack([_given(statistics[n].largest) for n in extreme])).cpu()
         whole |= {n: replace(whole[n], largest=x) for n, x in zip(extreme, found, strict=True)}
     return whole
 
@@ -158,6 +158,12 @@ def numbers(statistics: Statistics) -> dict[str, float]:
 
 def prefixed(prefix: str, statistics: Statistics) -> Statistics:
     return {prefix + name: statistic for name, statistic in statistics.items()}
+
+
+def _given(moment: Tensor | None) -> Tensor:
+    if moment is None:
+        raise ValueError("this statistic was made without the moment that is asked for")
+    return moment
 
 
 def _count(over: Tensor) -> Tensor:
@@ -192,7 +198,7 @@ def _total(s: Statistic) -> float:
 
 
 def _std(s: Statistic) -> float:
-    return (s.squares / s.count.clamp(min=1)).sqrt().item()
+    return (_given(s.squares) / s.count.clamp(min=1)).sqrt().item()
 
 
 def _unbiased_std(s: Statistic) -> float:
@@ -200,13 +206,13 @@ def _unbiased_std(s: Statistic) -> float:
 
 
 def _effective_sample_size(s: Statistic) -> float:
-    mean_square = (s.squares + s.count * s.mean.square()).item()
+    mean_square = s.squares_about(torch.zeros_like(s.mean)).item()
     return s.total.item() ** 2 / (s.count.item() * mean_square) if mean_square else 0.0
 
 
 def _largest(s: Statistic) -> float:
-    return s.largest.item() if s.count.item() else 0.0
+    return _given(s.largest).item() if s.count.item() else 0.0
 
 
 def _smallest(s: Statistic) -> float:
-    return -s.largest.item() if s.count.item() else 0.0
+    return -_given(s.largest).item() if s.count.item() else 0.0

@@ -51,13 +51,19 @@ def examine(loss: PolicyLoss) -> list[Finding]:
         try:
             findings.append(check(loss, sample))
         except Exception as error:
-            findings.append(Finding(check.__doc__, False, f"{type(error).__name__}: {error}"))
+            findings.append(Finding(_promise(check), False, f"{type(error).__name__}: {error}"))
     return findings
 
 
 def _compare(check: Callable, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], hint: str) -> Finding:
     error = max(_relative(f, e) for f, e in zip(found, expected, strict=True))
-    return Finding(check.__doc__, error < TOLERANCE, f"off by {error:.1e}" + ("" if error < TOLERANCE else f"; {hint}"))
+    return Finding(
+        _promise(check), error < TOLERANCE, f"off by {error:.1e}" + ("" if error < TOLERANCE else f"; {hint}")
+    )
+
+
+def _promise(check: Callable) -> str:
+    return check.__doc__ or check.__name__
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
@@ -84,7 +90,7 @@ def _micro_batches(loss: PolicyLoss, sample: Sample) -> Finding:
     """the cut into micro-batches does not matter"""
     pieces = [sample.trajectories(which) for which in ([0, 1, 2], [3], [4], [5, 6])]
     results = [loss_and_gradient(loss, piece) for piece in pieces]
-    found = sum(total for total, _ in results), torch.cat([gradient for _, gradient in results])
+    found = torch.stack([total for total, _ in results]).sum(), torch.cat([gradient for _, gradient in results])
     hint = "a token's loss may depend on its own trajectory only; what needs the mini-batch belongs in prepare"
     return _compare(_micro_batches, found, loss_and_gradient(loss, sample), hint)
 
@@ -101,7 +107,7 @@ def _ranks(loss: PolicyLoss, sample: Sample) -> Finding:
     gradient = torch.zeros_like(sample.log_probs)
     for _, part_gradient, positions in results:
         gradient[positions] = part_gradient
-    found = sum(total for total, _, _ in results), gradient
+    found = torch.stack([total for total, _, _ in results]).sum(), gradient
     hint = "in prepare, sum over ranks with the reduction, and draw with x.random()"
     return _compare(_ranks, found, loss_and_gradient(loss, sample), hint)
 
@@ -120,7 +126,7 @@ def _slices(loss: PolicyLoss, sample: Sample) -> Finding:
         part = sample.select(positions, segments)
         return (token_losses(loss, part, log_probs[positions]) * part.token_weights).sum()
 
-    total = sum(on_simulated_ranks(halves, on_slice))
+    total = torch.stack(on_simulated_ranks(halves, on_slice)).sum()
     (gradient,) = torch.autograd.grad(total, log_probs)
     found = total.detach(), torch.where(sample.mask, gradient, 0.0)
     hint = "take everything per trajectory through segments, nothing through positions"
@@ -169,7 +175,7 @@ def _extremes(loss: PolicyLoss, sample: Sample) -> Finding:
         if not all(bool(torch.isfinite(x).all()) for x in loss_and_gradient(loss, extreme)):
             broken.append(name)
     hint = f"not at {', '.join(broken)}; clamp before exp, as x.log_ratio does" if broken else ""
-    return Finding(_extremes.__doc__, not broken, hint)
+    return Finding(_promise(_extremes), not broken, hint)
 
 
 def _direction(loss: PolicyLoss, sample: Sample) -> Finding:
@@ -178,4 +184,4 @@ def _direction(loss: PolicyLoss, sample: Sample) -> Finding:
     _, gradient = loss_and_gradient(loss, on_policy)
     push = -gradient * sample.advantages.sign()
     wrong, moved = int((push[sample.mask] < 0).sum()), int((push[sample.mask] > 0).sum())
-    return Finding(_direction.__doc__, not wrong and moved > 0, f"{moved} tokens move, {wrong} the wrong way")
+    return Finding(_promise(_direction), not wrong and moved > 0, f"{moved} tokens move, {wrong} the wrong way")

@@ -1,6 +1,6 @@
 """What an update of the actor must know of its whole mini-batch before the training pass.
 
-Bypass mode weighs and rejects by the current policy against the rollout's; some losses choose tokens over the
+Bypass mode corrects and rejects by the current policy against the rollout's; some losses choose tokens over the
 mini-batch. Both see the current log-probs of all of it, whatever the cut.
 """
 
@@ -34,7 +34,7 @@ class CurrentPolicyFields:
 
     @property
     def corrects(self) -> bool:
-        """Whether weights or rejection follow from the current policy."""
+        """Whether importance weights or rejection follow from the current policy."""
         correction = self.spec.correction
         return correction.bypass_mode and (correction.rollout_is is not None or correction.rollout_rs is not None)
 

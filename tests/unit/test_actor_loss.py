@@ -171,3 +171,16 @@ def test_the_penalty_has_the_form_that_is_asked_for(form, penalty):
 def test_by_default_the_penalty_is_the_low_variance_one():
     loss, _ = evaluated(ActorTerms(GPG, kl_loss_coef=1.0))
     assert loss == pytest.approx([2 + exp(-0.5) + 0.5 - 1, -2 + exp(0.25) - 0.25 - 1])
+
+
+@pytest.mark.parametrize(
+    ("terms", "missing"),
+    [
+        (ActorTerms(GPG, entropy_coeff=0.1), "the entropy"),
+        (ActorTerms(GPG, kl_loss_coef=0.1), "ref_log_probs"),
+        (ActorTerms(GPG, kl_loss_coef=0.1, kl_loss_type="full"), "the exact KL"),
+    ],
+)
+def test_what_a_term_is_made_of_must_be_given(terms, missing):
+    with pytest.raises(ConfigError, match=f"a term of {missing}, which is not given"):
+        actor_loss(replace(two_tokens(), ref_log_probs=None), WEIGHTS, terms)

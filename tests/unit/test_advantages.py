@@ -243,3 +243,12 @@ def test_a_number_that_is_not_finite_is_named_with_its_trajectory(name, broken):
     with pytest.raises(DataError, match=f"'mine' returned {name} that are not finite, in trajectory 1"):
         Estimator("mine", None).check_finite(result, x)
     Estimator("mine", None).check_finite(result, replace(x, loss_mask=torch.tensor([True, True, False])))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("gae", "reads values .*critic=True"), ("remax", "reads reward_baselines .*greedy_baseline=True")],
+)
+def test_an_estimator_without_the_trait_that_brings_what_it_reads_is_told_so(name, message):
+    with pytest.raises(ConfigError, match=message):
+        estimate(name, outcomes([1.0, 2.0], [0, 0]))

@@ -4,13 +4,13 @@ import pytest
 
 from mppo.algorithm.kl import k2
 from mppo.errors import ConfigError
-from mppo.registry import NoTraits, Plugin, Registry
+from mppo.registry import Plugin, Registry, Traits
 
 pytestmark = pytest.mark.unit
 
 
 @dataclass(frozen=True)
-class ColourTraits:
+class ColourTraits(Traits):
     warm: bool = False
 
 
@@ -114,7 +114,7 @@ def test_knobs_are_typed_and_have_defaults():
 
 
 def test_a_plugin_is_called_with_its_knobs_as_config():
-    assert Plugin("tint", tint, Shade, NoTraits()).bind({"depth": 0.2}, "paint")("red") == ("red", Shade(0.2))
+    assert Plugin("tint", tint, Shade, Traits()).bind({"depth": 0.2}, "paint")("red") == ("red", Shade(0.2))
 
 
 def test_a_plugin_without_knobs_is_called_as_it_is():

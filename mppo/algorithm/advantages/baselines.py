@@ -50,5 +50,5 @@ def gpg(x: AdvantageInputs, config: GpgConfig) -> Advantages:
 def remax(x: AdvantageInputs) -> Advantages:
     """2310.10505: rewards to go less the reward of the greedy answer to the same prompt; returns are rewards to go."""
     returns = rewards_to_go(x.rewards, x.action_mask, x.segments.ids)
-    baseline = x.segments.expand(x.reward_baselines).to(returns.dtype)
+    baseline = x.segments.expand(x.need("reward_baselines")).to(returns.dtype)
     return Advantages((returns - baseline) * x.loss_mask, returns)

@@ -10,7 +10,15 @@ from torch import Tensor
 from mppo.algorithm.reduction import WHOLE, Reduction
 from mppo.algorithm.segments import Segments
 from mppo.errors import ConfigError, DataError
-from mppo.registry import Registry
+from mppo.registry import Registry, Traits
+
+BROUGHT_BY = {
+    "values": "critic",
+    "old_log_probs": "reads_old_policy",
+    "sum_pi_squared": "sum_pi_squared",
+    "reward_baselines": "greedy_baseline",
+}
+"""Optional fields of `AdvantageInputs`, and the trait of an estimator that brings them."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,13 @@ class AdvantageInputs:
     """`[S]`: total reward of the greedy answer to the same prompt, for `greedy_baseline=True`."""
     reward_parts: Mapping[str, Tensor] = field(default_factory=dict)
     """`[S]` each: the named parts that the reward function reported."""
+
+    def need(self, name: str) -> Tensor:
+        """The field of that name. Raises ConfigError where the estimator lacks the trait that brings it."""
+        value = getattr(self, name)
+        if value is None:
+            raise ConfigError(f"an estimator that reads {name} must be registered with {BROUGHT_BY[name]}=True")
+        return value
 
     @property
     def scores(self) -> Tensor:
@@ -84,7 +99,7 @@ def outcome(x: AdvantageInputs, per_trajectory: Tensor) -> Advantages:
 
 
 @dataclass(frozen=True)
-class EstimatorTraits:
+class EstimatorTraits(Traits):
     """What an estimator needs of a training step, beyond rewards and groups."""
 
     critic: bool = False

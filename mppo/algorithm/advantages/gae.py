@@ -28,13 +28,14 @@ def gae(x: AdvantageInputs, config: GaeConfig) -> Advantages:
     Returns are `A + V` before whitening.
     """
     actions = x.action_mask.bool().nonzero().squeeze(-1)
-    ids, rewards, values = x.segments.ids[actions], x.rewards[actions], x.values[actions]
+    all_values = x.need("values")
+    ids, rewards, values = x.segments.ids[actions], x.rewards[actions], all_values[actions]
 
     next_values = torch.zeros_like(values)
     next_values[:-1] = torch.where(ids[1:] == ids[:-1], values[1:], 0.0)
     deltas = rewards + config.gamma * next_values - values
     advantages = discounted_suffix_sum(deltas, ids, config.gamma * config.lam)
 
-    raw = torch.zeros_like(x.values).index_copy(0, actions, advantages)
-    returns = torch.zeros_like(x.values).index_copy(0, actions, advantages + values)
+    raw = torch.zeros_like(all_values).index_copy(0, actions, advantages)
+    returns = torch.zeros_like(all_values).index_copy(0, actions, advantages + values)
     return Advantages(whiten(raw, x.loss_mask, x.reduction), returns)

@@ -3,7 +3,6 @@ rewards to go there, in proportion to the variance that each trajectory has gath
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -58,7 +57,8 @@ def _less_baseline(
     ids = x.segments.ids[actions]
     returns = rewards_to_go(x.rewards, x.action_mask, x.segments.ids)
     to_go = returns[actions].double()
-    variance = 1 - 2 * x.old_log_probs[actions].double().exp() + x.sum_pi_squared[actions].double()
+    probs, squares = x.need("old_log_probs")[actions].double().exp(), x.need("sum_pi_squared")[actions].double()
+    variance = 1 - 2 * probs + squares
     # It is sum_v (1[v = y] - pi_v)^2; what is below 0 for a near-certain token is rounding.
     variance = torch.where((variance < 0) & (variance > -ROUNDING), 0.0, variance)
     if x.rollout_is_weights is not None:
@@ -86,12 +86,9 @@ def sum_of_cells(values: Tensor, cells: Tensor, count: int, reduction: Reduction
     `cells [A]` long lie in `[0, count)`, and `count` is the same on every rank. No more than `block` cells are in
     memory at a time; the ranks meet `count / block` times.
     """
-    order = cells.argsort(stable=True)
-    starts = range(0, count, block)
-    bounds = torch.searchsorted(cells[order], torch.tensor([*starts, count], device=cells.device)).tolist()
     summed = torch.zeros_like(values)
-    for start, (first, last) in zip(starts, pairwise(bounds), strict=True):
-        mine = order[first:last]
+    for start in range(0, count, block):
+        mine = ((cells >= start) & (cells < start + block)).nonzero().squeeze(-1)
         within = cells[mine] - start
         table = values.new_zeros(len(values), min(block, count - start)).index_add(1, within, values[:, mine])
         summed[:, mine] = reduction.sum(table)[:, within]

@@ -20,6 +20,7 @@ class DroConfig:
 @POLICY_LOSSES.register("dro", config=DroConfig, loss_agg_mode="token-mean")
 def dro(x: PolicyInputs, config: DroConfig) -> TokenLosses:
     """`-(A log p - beta / 2 d^2)`, d the log-ratio."""
-    d = x.log_probs - x.old_log_probs
-    loss = -(x.advantages * x.log_probs - config.dro_beta / 2 * d.square())
+    beta, d = config.dro_beta, x.log_probs - x.old_log_probs
+    assert beta is not None  # which its dataclass refuses
+    loss = -(x.advantages * x.log_probs - beta / 2 * d.square())
     return TokenLosses(loss, {"ppo_kl": TokenStatistic(-d)})

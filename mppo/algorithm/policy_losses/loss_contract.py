@@ -12,7 +12,7 @@ from mppo.algorithm.policy_losses.mini_batch import MiniBatchInputs
 from mppo.algorithm.segments import Segments
 from mppo.algorithm.statistics import TokenStatistic
 from mppo.errors import ConfigError
-from mppo.registry import Registry
+from mppo.registry import Registry, Traits
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def anchor_statistics(x: PolicyInputs) -> dict[str, TokenStatistic]:
 
 
 @dataclass(frozen=True)
-class PolicyLossTraits:
+class PolicyLossTraits(Traits):
     """What a policy loss declares."""
 
     loss_agg_mode: str = "token-mean"

@@ -115,8 +115,9 @@ def token_losses(loss: PolicyLoss, sample: Sample, log_probs: Tensor, stop: Call
         rollout_log_probs=sample.rollout_log_probs,
         ref_log_probs=sample.ref_log_probs,
         prepared=sample.prepared,
-        **({} if stop is None else {"stop_gradient": stop}),
     )
+    if stop is not None:
+        x = replace(x, stop_gradient=stop)
     return torch.where(sample.mask, loss(x).loss, 0.0)
 
 

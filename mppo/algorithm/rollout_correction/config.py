@@ -208,4 +208,4 @@ def rollout_correction_config(values: Mapping[str, Any]) -> RolloutCorrectionCon
         raise ConfigError(
             f"{WHERE}.preset: unknown preset {name!r}; known: {', '.join(presets)}{nearest(str(name), presets)}"
         )
-    return typed(RolloutCorrectionConfig, {**presets.get(name, {}), **values}, WHERE, "rollout correction")
+    return typed(RolloutCorrectionConfig, {**(presets[name] if name else {}), **values}, WHERE, "rollout correction")

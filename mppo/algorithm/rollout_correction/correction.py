@@ -72,24 +72,24 @@ def correct(x: CorrectionInputs, config: RolloutCorrectionConfig) -> Correction:
     """
     kept, statistics = reject(x, config)
     statistics |= off_policy_statistics(x)
-    weights = None
-    if config.rollout_is is not None:
-        weights, of_weights = importance_weights(x, config, kept)
-        statistics |= of_weights
-    statistics = reduced(statistics, x.reduction)
-    if (factor := statistics.get(NORM_FACTOR)) is not None:
-        weights = weights / factor.value
-    weights = None if weights is None else weights.to(x.log_probs.dtype)
-    return Correction(weights, kept, prefixed(PREFIX, statistics))
+    if config.rollout_is is None:
+        return Correction(None, kept, prefixed(PREFIX, reduced(statistics, x.reduction)))
+    weights, of_weights = importance_weights(x, config.rollout_is, config, kept)
+    statistics = reduced(statistics | of_weights, x.reduction)
+    if config.rollout_is_batch_normalize:
+        weights = weights / statistics[NORM_FACTOR].value
+    return Correction(weights.to(x.log_probs.dtype), kept, prefixed(PREFIX, statistics))
 
 
 NORM_FACTOR = "rollout_is_batch_norm_factor"
 """The metric that tells what the importance weights were divided by."""
 
 
-def importance_weights(x: CorrectionInputs, config: RolloutCorrectionConfig, kept: Tensor) -> tuple[Tensor, Statistics]:
+def importance_weights(
+    x: CorrectionInputs, name: str, config: RolloutCorrectionConfig, kept: Tensor
+) -> tuple[Tensor, Statistics]:
     """Truncated (TIS) or zeroed outside the band (IcePop), `[T]` float64, before they are normalised."""
-    plugin, bounds = IMPORTANCE_WEIGHTS.get(config.rollout_is), config.is_bounds
+    plugin, bounds = IMPORTANCE_WEIGHTS.get(name), config.is_bounds
     per_sequence = plugin.traits.per_sequence
     log_weights = plugin.fn(x.log_ratio, x.mask, x.segments)
     raw = torch.where(x.mask, clamped(log_weights).exp(), 0.0)
@@ -157,7 +157,8 @@ def _lower(bounds: Bounds) -> float:
 
 def reject(x: CorrectionInputs, config: RolloutCorrectionConfig) -> tuple[Tensor, Statistics]:
     """`kept [T]` bool: what every option keeps; and how much each rejects."""
-    kept, statistics = x.mask.clone(), {}
+    kept = x.mask.clone()
+    statistics: Statistics = {}
     for name, bounds in config.rs_bounds.items():
         option = REJECTIONS.get(name)
         divergence = option.fn(clamped(x.log_ratio), x.mask, x.segments)
@@ -185,7 +186,7 @@ def _masked_fractions(x: CorrectionInputs, keeps: Tensor) -> Statistics:
 def divergence_statistics(x: CorrectionInputs, per_sequence: bool, divergence: Tensor, bounds: Bounds) -> Statistics:
     """Of what a rejection option goes by: `[S]` if `per_sequence`, else `[T]`."""
     two_sided, present = bounds.lower is not None, x.present
-    lower = bounds.lower if two_sided else 0.0
+    lower = 0.0 if bounds.lower is None else bounds.lower
     if per_sequence:
         by_token, by_sequence, over = x.segments.expand(divergence), divergence, present
     else:

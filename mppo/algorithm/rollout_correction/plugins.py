@@ -9,11 +9,11 @@ from torch import Tensor
 
 from mppo.algorithm.kl import LOG_RATIO_LIMIT
 from mppo.algorithm.segments import Segments
-from mppo.registry import Registry
+from mppo.registry import Registry, Traits
 
 
 @dataclass(frozen=True)
-class ImportanceWeightTraits:
+class ImportanceWeightTraits(Traits):
     """What a kind of importance weights declares."""
 
     per_sequence: bool = False
@@ -27,7 +27,7 @@ IMPORTANCE_WEIGHTS: Registry[Callable[[Tensor, Tensor, Segments], Tensor], Impor
 
 
 @dataclass(frozen=True)
-class RejectionTraits:
+class RejectionTraits(Traits):
     """What a rejection option declares."""
 
     per_sequence: bool = False
