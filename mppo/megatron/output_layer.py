@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
@@ -98,8 +99,8 @@ class RowSelectingOutput(torch.nn.Module):
         self.projection.sequence_parallel = value
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict:
-        """As the layer that it wraps."""
-        return sharded_state_dict_default(self.projection, *args, **kwargs)
+        """As the layer that it wraps; a value head, which is not cut, is a replica on each tensor-parallel rank."""
+        return sharded_state_dict_default(self.projection, *args, tp_group=get_tensor_model_parallel_group(), **kwargs)
 
     def get_extra_state(self) -> None:
         """Megatron's layers have an empty one; so checkpoints are the same with and without this module."""
