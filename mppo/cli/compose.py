@@ -2,7 +2,7 @@
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -38,7 +38,7 @@ def load_config(config_name: str, overrides: list[str], config_dir: str | None =
     values = OmegaConf.to_container(composed, resolve=True)
     _refuse_unknown(values, Config, "")
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+        return cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values)))
     except OmegaConfBaseException as error:
         cause = error.__cause__
         if isinstance(cause, ConfigError):
@@ -78,4 +78,5 @@ def _all_paths(schema: type, where: str) -> list[str]:
 
 
 def _dataclass_of(annotation: Any) -> type | None:
-    return next((t for t in (annotation, *get_args(annotation)) if is_dataclass(t)), None)
+    candidates = (annotation, *get_args(annotation))
+    return next((t for t in candidates if isinstance(t, type) and is_dataclass(t)), None)

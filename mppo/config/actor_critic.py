@@ -231,8 +231,8 @@ class CriticParallelConfig:
                 "critic.parallel.sequence_parallel has no effect at parallel.tensor_model_parallel_size=1; unset it"
             )
         for name in PIPELINE_FIELDS:
-            is_given = (getattr(self, name) or 0) > (name == "virtual_pipeline_model_parallel_size")
-            if is_given and actor.pipeline_model_parallel_size == 1:
+            without_pipeline = 1 if name == "virtual_pipeline_model_parallel_size" else 0
+            if (getattr(self, name) or 0) > without_pipeline and actor.pipeline_model_parallel_size == 1:
                 raise ConfigError(f"critic.parallel.{name} needs parallel.pipeline_model_parallel_size of at least 2")
         return replace(actor, **{name: value for name, value in vars(self).items() if value is not None})
 
@@ -252,7 +252,7 @@ class CriticConfig(TrainedRoleConfig):
     moe_aux_loss_coeff: float | None = None
     """Coefficient of the load-balancing loss where the critic is a mixture of experts; null: the actor's."""
     cliprange_value: float = 0.5
-    """How far a value may move from the one before the updates before its loss stops pulling."""
+    """How far a value may move from what it was before the updates; its loss pulls it no further."""
     ppo_infer_micro_batch_size_per_gpu: int | None = None
     """Trajectories per micro-batch of its forward-only pass; null: as in training."""
     ppo_infer_max_token_len_per_gpu: int | None = None

@@ -73,7 +73,7 @@ def _set_in_vain(config: Any, default: Any, run: RunFacts, where: str) -> Iterat
             yield where + unread.field, unread.reason
     for field in fields(config):
         group = getattr(config, field.name)
-        if is_dataclass(group):
+        if is_dataclass(group) and not isinstance(group, type):
             yield from _set_in_vain(group, getattr(default, field.name) or type(group)(), run, f"{where}{field.name}.")
 
 

@@ -31,7 +31,7 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     num_experts: int | None = None
     """Experts of every layer's feed-forward part; None: the model is dense."""
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: int = 0
     """Of one expert; `ffn_hidden_size` is then not read."""
     moe_topk: int = 0
     """Experts that a token goes to."""

@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -18,16 +20,20 @@ from mppo.errors import ConfigError
 from mppo.megatron import platform
 
 
-class ValueHead(torch.nn.Linear):
+class ValueHead(torch.nn.Module):
     """A scalar per position in place of the output layer, with its calling convention. Starts at zero."""
 
     def __init__(self, config: TransformerConfig):
-        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=platform.device())
-        torch.nn.init.zeros_(self.weight)
+        super().__init__()
+        zeros = torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=platform.device())
+        self.weight = torch.nn.Parameter(zeros)
         self.sequence_parallel = config.sequence_parallel
-        self.weight.sequence_parallel = config.sequence_parallel
+        # Megatron's mark of a parameter whose gradient tensor-parallel ranks have parts of
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output=None) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         """hidden `[T or T/tp, 1, H]`, weight `[1, H]` (None: its own) -> values `[T, 1, 1]` in float32."""
         values = torch.nn.functional.linear(hidden.float(), (self.weight if weight is None else weight).float())
         if self.sequence_parallel:
@@ -45,7 +51,9 @@ class RowSelectingOutput(torch.nn.Module):
     it is the layer that it wraps.
     """
 
-    def __init__(self, projection: torch.nn.Module):
+    projection: ColumnParallelLinear | ValueHead
+
+    def __init__(self, projection: ColumnParallelLinear | ValueHead):
         super().__init__()
         self.register_parameter("weight", projection.weight)
         self.__dict__["projection"] = projection  # no submodule, or its weight would be in the state dict twice
@@ -60,7 +68,9 @@ class RowSelectingOutput(torch.nn.Module):
         """
         self._rows, self._projects = rows, projects
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """hidden `[T or T/tp, 1, H]` -> `[A, 1, V/tp]` logits, `[A, 1, 1]` values, or `[A, 1, H]`, and None (no bias).
 
         Hidden states that are handed on are whole on each tensor-parallel rank, which adds its part to their gradient.
@@ -89,8 +99,8 @@ class RowSelectingOutput(torch.nn.Module):
         self.projection.sequence_parallel = value
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict:
-        """As the layer that it wraps."""
-        return sharded_state_dict_default(self.projection, *args, **kwargs)
+        """As the layer that it wraps; a value head, which is not cut, is a replica on each tensor-parallel rank."""
+        return sharded_state_dict_default(self.projection, *args, tp_group=get_tensor_model_parallel_group(), **kwargs)
 
     def get_extra_state(self) -> None:
         """Megatron's layers have an empty one; so checkpoints are the same with and without this module."""

@@ -12,7 +12,7 @@ weights, which are those of the global mini-batch, by N. What is counted are all
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
@@ -29,6 +29,16 @@ from mppo.megatron.output_layer import head_of, output_weight
 from mppo.megatron.topology import virtual_pipeline
 
 
+class Closure(Protocol):
+    """What is made of the output of the last model chunk: a loss with its statistics, or what a pass is for."""
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether it gets the hidden states of the actions (`LastHidden`) instead of the output layer's values."""
+
+    def __call__(self, output: Any, micro_batch: PackedBatch) -> Any: ...
+
+
 class ForwardStep:
     """Megatron's `forward_step_func`: runs the model on the next micro-batch and supplies the closure.
 
@@ -37,7 +47,7 @@ class ForwardStep:
     output layer makes of them, `[A, 1]` values. The batch of those A positions comes with it.
     """
 
-    def __init__(self, closure: Callable[[Any, PackedBatch], Any]):
+    def __init__(self, closure: Closure):
         self.closure = closure
 
     def __call__(self, data_iterator, model) -> tuple[Tensor, Callable]:
@@ -57,10 +67,10 @@ class ForwardStep:
 
     def _close(self, actions: PackedBatch, model, output: Tensor, non_loss_data: bool = False) -> Any:
         output = output.squeeze(0)
-        if self.closure.wants_hidden:
-            weight = output_weight(model)
-            output = LastHidden(output.to(weight.dtype), weight)
-        return self.closure(output, actions)
+        if not self.closure.wants_hidden:
+            return self.closure(output, actions)
+        weight = output_weight(model)
+        return self.closure(LastHidden(output.to(weight.dtype), weight), actions)
 
 
 def _run(model: torch.nn.Module, batch: PackedBatch) -> Tensor:
@@ -95,7 +105,7 @@ def _padding_mask(batch: PackedBatch, model: torch.nn.Module) -> Tensor | None:
 def run_schedule(
     chunks: list[torch.nn.Module],
     micro_batches: list[PackedBatch],
-    closure: Callable[[Any, PackedBatch], Any],
+    closure: Closure,
     *,
     forward_only: bool = False,
 ) -> list[Any]:

@@ -45,7 +45,7 @@ def _layers_per_stage(num_layers: int, parallel: ParallelConfig, role: str, fiel
     if not others and left:
         raise ConfigError(
             f"{field}.num_layers_in_first_pipeline_stage={first} and num_layers_in_last_pipeline_stage={last} make"
-            f" {first + last} layers on two stages, but the {role} has {num_layers}; unset one of them"
+            f" {sum(given.values())} layers on two stages, but the {role} has {num_layers}; unset one of them"
         )
     if left < len(others) * chunks:
         raise ConfigError(

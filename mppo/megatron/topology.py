@@ -193,7 +193,7 @@ def _check_cuts(parallel: ParallelConfig, model: ModelConfig, role: str, field: 
     """`field` is where the role's own part of the layout is set."""
     tp = parallel.tensor_model_parallel_size
     if model.num_experts is not None:
-        _check_experts(parallel, model, role, field)
+        _check_experts(parallel, model.num_experts, role, field)
     for number, ranks, what in (
         (model.num_attention_heads, tp, "attention heads"),
         (model.num_query_groups, tp, "key/value heads"),
@@ -214,12 +214,12 @@ def _feed_forward(parallel: ParallelConfig, model: ModelConfig) -> tuple[int, in
     return model.moe_ffn_hidden_size, parallel.expert_tensor_parallel_size, "feed-forward columns of an expert"
 
 
-def _check_experts(parallel: ParallelConfig, model: ModelConfig, role: str, field: str) -> None:
+def _check_experts(parallel: ParallelConfig, experts: int, role: str, field: str) -> None:
     ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
-    if model.num_experts % ep:
+    if experts % ep:
         raise ConfigError(
-            f"parallel.expert_model_parallel_size={ep} does not divide the {role}'s {model.num_experts} experts;"
-            f" use {_nearest(ep, model.num_experts)}"
+            f"parallel.expert_model_parallel_size={ep} does not divide the {role}'s {experts} experts;"
+            f" use {_nearest(ep, experts)}"
         )
     if tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(

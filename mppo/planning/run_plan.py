@@ -67,7 +67,7 @@ def make_plan(spec: RunSpec, world_size: int) -> Plan:
     config = spec.config
     actor = _update_plan(spec.policy_loss.name, spec, spec.actor, config.parallel)
     critic = None
-    if spec.critic is not None:
+    if spec.critic is not None and spec.critic_parallel is not None:
         critic = _update_plan("clipped value loss", spec, spec.critic, spec.critic_parallel)
     control = config.algorithm.kl_ctrl
     return Plan(
@@ -105,13 +105,16 @@ def _layout_line(parallel: ParallelConfig, dp: int) -> str:
     if parallel.context_parallel_size > 1:
         layout += f" x CP {parallel.context_parallel_size}"
     layout += f" x DP {dp}" + (" + SP" if parallel.sequence_parallel else "")
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    layout += f", {first} layers in the first stage" if first else ""
+    layout += f", {last} layers in the last stage" if last else ""
     if parallel.expert_model_parallel_size > 1:
         layout += f", experts over EP {parallel.expert_model_parallel_size}"
     return layout
 
 
 def _critic_line(spec: RunSpec) -> str:
-    if spec.critic is None:
+    if spec.critic_parallel is None:
         return "none"
     config, critic = spec.config, spec.config.critic
     line = f"{critic.path or 'the actor with a zero head'}, {critic.dtype or config.model.dtype}"
@@ -153,7 +156,7 @@ def _anchor_line(spec: RunSpec) -> str:
 
 
 def _kept(option: RejectionTraits, bounds: Bounds) -> str:
-    if option.log_ratio:
+    if option.log_ratio and bounds.lower is not None:
         return f"ratio within {exp(-bounds.upper):.4g} to {exp(-bounds.lower):.4g}"
     return f"at most {bounds.upper:g}"
 

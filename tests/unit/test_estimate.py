@@ -64,6 +64,18 @@ def test_stages_and_shards_together_hold_every_parameter_and_the_norms_on_each_r
     assert sum(2 * part.total - part.whole for part in parts) == whole
 
 
+def test_stages_with_uneven_numbers_of_layers_are_counted_one_by_one():
+    model, cut = model_config("llama-five-layers"), layout(pipeline_model_parallel_size=4)
+    assert [cut.layers(model, stage) for stage in range(4)] == [1, 1, 2, 1]
+    found = [stage_weights(model, cut, stage).total for stage in range(4)]
+    assert sum(found) == stage_weights(model, layout(), 0).total
+    assert found[2] == 2 * found[1]
+    assert cut.stages(model) == [0, 1, 2, 3]
+    assert cut.stages(replace(model, num_layers=8)) == [0, 1, 3]
+    shallow = replace(cut, recompute=RecomputeConfig(granularity="full", method="block", num_layers=1))
+    assert [shallow.recomputed_layers(model, stage) for stage in range(4)] == [1, 1, 1, 1]
+
+
 def test_experts_are_dealt_out_and_the_rest_is_not():
     model = model_config("qwen3-moe")
     whole, dealt = (stage_weights(model, layout(dp=4, expert_model_parallel_size=ep), 0) for ep in (1, 4))
