@@ -24,9 +24,12 @@ class Slice:
 
 
 class Cut(Protocol):
-    """`dim` is what the slices run along; `slices` are those of one rank, in order of the Megatron shard."""
+    """How one rank's slices follow from its number, in the order in which they stand in its parameter."""
 
-    dim: int
+    @property
+    def dim(self) -> int:
+        """What the slices run along."""
+        ...
 
     def slices(self, model: ModelConfig, tp_rank: int, tp: int) -> list[Slice]: ...
 

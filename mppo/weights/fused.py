@@ -13,7 +13,7 @@ def on_disk(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     `experts.gate_up_proj [E, 2 F, H]` becomes `experts.N.gate_proj.weight` and `experts.N.up_proj.weight`, `[F, H]`;
     `experts.down_proj [E, H, F]` becomes `experts.N.down_proj.weight`.
     """
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, tensor in parameters:
         if name.endswith(_GATE_UP):
             prefix = name.removesuffix("gate_up_proj")

@@ -15,7 +15,7 @@ import torch
 from mppo.errors import ConfigError
 from mppo.megatron.model_config import ModelConfig
 from mppo.weights.architectures import Architecture, Parameter
-from mppo.weights.cuts import FeedForwardColumns, GateUp, HeadColumns, Replicated, Slice
+from mppo.weights.cuts import Cut, FeedForwardColumns, GateUp, HeadColumns, Replicated, Slice
 from mppo.weights.shards import Shard, hf_tensors, holding
 from mppo.weights.transfer_plan import Layout
 
@@ -76,7 +76,7 @@ _LAYER = "model.layers.{layer}."
 _ATTENTION, _MLP, _EXPERT = _LAYER + "self_attn.", _LAYER + "mlp.", _LAYER + "mlp.experts.{expert}."
 
 
-def _same(name: str, cut, is_vector: bool = False) -> Parameter:
+def _same(name: str, cut: Cut, is_vector: bool = False) -> Parameter:
     """A parameter that has the name of the one tensor it is made of."""
     return Parameter((name,), (name,), cut, is_vector)
 
@@ -175,10 +175,10 @@ def _check_sizes(model: ModelConfig, tp: int, ep: int) -> None:
     groups = model.num_query_groups
     if groups % tp and tp % groups:
         raise ConfigError(f"SGLang's tp-size {tp} and the {groups} key/value heads: neither divides the other")
-    dense = model.num_experts is None
+    experts = model.moe_ffn_hidden_size
     for number, ranks, what in (
         (model.num_attention_heads, tp, "attention heads"),
-        (model.ffn_hidden_size if dense else model.moe_ffn_hidden_size, tp if dense else tp // ep, "columns"),
+        (model.ffn_hidden_size, tp, "columns") if experts is None else (experts, tp // ep, "columns"),
         (model.num_experts or 0, ep, "experts"),
     ):
         if number % ranks:
