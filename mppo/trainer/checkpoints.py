@@ -103,7 +103,7 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for folder in self.folder.glob("step_*"):
-                    if not is_complete(folder):
+                    if not is_complete(folder) and folder.name != self._named():
                         shutil.rmtree(folder)
                 taken = {folder.name for folder in self.folder.glob("step_*")}
                 count = 1
@@ -118,7 +118,7 @@ class Checkpoints:
     def _delete_old(self, newest: Path, step: int) -> None:
         """Checkpoints of the same step, which this one replaces, and all but the newest `keep`."""
         complete = [folder for folder in self.folder.glob("step_*") if is_complete(folder) and folder != newest]
-        replaced = [folder for folder in complete if folder.name.startswith(f"step_{step:06d}")]
+        replaced = [folder for folder in complete if f"{folder.name}_".startswith(f"step_{step:06d}_")]
         others = sorted((f for f in complete if f not in replaced), key=written_at)
         old = [] if self.keep is None else others[: max(len(others) + 1 - self.keep, 0)]
         for folder in (*replaced, *old):
@@ -149,8 +149,7 @@ class Checkpoints:
 
     def _newest(self) -> Path | None:
         """What rank 0 finds, so that all ranks decide alike. Raises CheckpointError when this rank cannot see it."""
-        latest = self.folder / "latest"
-        found = [latest.read_text().strip() if dist.get_rank() == 0 and latest.is_file() else None]
+        found = [self._named() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found, src=0)
         if found[0] is None:
             return None
@@ -158,10 +157,15 @@ class Checkpoints:
         with fail_together():
             if not source.is_dir():
                 raise CheckpointError(
-                    f"{latest} names {found[0]}, but {source} is not there; is trainer.out_dir on a file system that"
-                    " all machines share? To start anew set trainer.resume=false"
+                    f"{self.folder / 'latest'} names {found[0]}, but {source} is not there; is trainer.out_dir on a"
+                    " file system that all machines share? To start anew set trainer.resume=false"
                 )
         return source
+
+    def _named(self) -> str | None:
+        """The name in `latest`."""
+        latest = self.folder / "latest"
+        return latest.read_text().strip() if latest.is_file() else None
 
 
 class SavedStates(Sequence[dict[str, Any]]):
