@@ -83,8 +83,10 @@ def _train(options: argparse.Namespace) -> int:
         skipped = f", {prompts.skipped} skipped as too long" if prompts.skipped else ""
         held_out = f"; data.val: {len(run.rollouts.held_out)}" if run.rollouts.held_out else ""
         console.print(f"data.train: {len(prompts)} prompts{skipped}{held_out}", highlight=False)
-    Trainer(run).train()
-    run.rollouts.collector.close()
+    try:
+        Trainer(run).train()
+    finally:
+        run.rollouts.collector.close()
     topology.shutdown()
     return 0
 

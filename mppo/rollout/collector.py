@@ -122,7 +122,7 @@ class Collector:
     async def _judged(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[Answer]:
         """Aborted answers are not judged."""
         finished = [t for t in trajectories if t.status != Status.ABORTED]
-        given = await self.rewards.judge([(t, prompt) for t in finished])
+        given = await self.rewards.judge([(t, prompt) for t in finished]) if finished else []
         judgements = {judgement.uid: judgement for judgement in given}
         return [Answer(t, judgements.get(t.uid, Judgement(t.uid, None))) for t in trajectories]
 
