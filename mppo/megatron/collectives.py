@@ -22,7 +22,7 @@ WIDTH = 256
 """Columns of a field of vectors that are exchanged at a time."""
 
 
-def _reduced(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+def _reduced(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce a copy of `x`, which stays where it was."""
     result = x.to(platform.device()).clone()
     dist.all_reduce(result, op, group)

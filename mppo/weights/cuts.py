@@ -26,7 +26,8 @@ class Slice:
 class Cut(Protocol):
     """`dim` is what the slices run along; `slices` are those of one rank, in order of the Megatron shard."""
 
-    dim: int
+    @property
+    def dim(self) -> int: ...
 
     def slices(self, model: ModelConfig, tp_rank: int, tp: int) -> list[Slice]: ...
 
