@@ -24,7 +24,7 @@ WIDTH = 256
 """Columns of a field of vectors that are exchanged at a time."""
 
 
-def _reduced(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+def _reduced(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce a copy of `x`, on the device where it is: numbers of the control plane are on the host."""
     result = x.clone()
     dist.all_reduce(result, op, group)

@@ -109,7 +109,7 @@ class _Shard:
         width = v.stop - v.start
         return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
-    def reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         dist.all_reduce(x, op, self.head.tp_group)
         return x
 

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.head_worker import HEAD_CASES, SLICED_LOSSES, worst_errors
 from tests.distributed.ranks import call_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.quick]
 
 RANKS = (1, 2, 3)
 

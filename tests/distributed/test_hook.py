@@ -7,7 +7,7 @@ from tests.distributed.hook_worker import measure_cases
 from tests.distributed.model_folders import REWARD_MODELS, write_all
 from tests.distributed.ranks import call_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.quick]
 
 LIMIT = 1e-6
 """Of the largest entry: of the outputs, or of the gradient of the whole model."""

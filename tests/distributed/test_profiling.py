@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.profile_worker import ranges_of_a_step
 from tests.distributed.ranks import call_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.quick]
 
 NINE_STEPS = (
     "sample",

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.ranks import call_on_ranks
 from tests.distributed.redistribution_worker import CASES, EPOCHS, moves_and_epochs
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.quick]
 
 PROCESSES = 4
 

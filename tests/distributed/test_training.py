@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.launch import torchrun
-from tests.distributed.train_runs import train, train_refused, train_under_torchrun
+from tests.distributed.train_runs import train, train_killed, train_refused, train_under_torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -68,6 +68,7 @@ MINI_BATCHES = (
 )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("processes", "overrides"),
     [
@@ -160,6 +161,16 @@ def test_a_resumed_run_goes_on_exactly_as_one_that_was_not_stopped(tmp_path):
     assert parts.rows[-1]["step"] == 4
 
 
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
+    overrides = (*SHORT, *layout(1, 1), "trainer.save_freq=2", "trainer.total_training_steps=6")
+    whole = train("class", 2, tmp_path / "whole", *overrides)
+    train_killed("class", 2, tmp_path / "killed", *overrides)
+    resumed = train("class", 2, tmp_path / "killed", *overrides)
+    assert resumed.rows[-1]["step"] == 6
+    for name in ("actor/loss", "actor/grad_norm", "reward/mean"):
+        assert resumed.column(name) == pytest.approx(whole.column(name), rel=1e-6), name
+
+
 def test_a_critic_under_the_distributed_optimizer_resumes_in_another_layout(tmp_path):
     overrides = (
         "data.train_batch_size=16",
@@ -203,6 +214,7 @@ def test_a_token_budget_is_hard_and_names_what_breaks_it(tmp_path):
     assert "trajectory 0 has 10 tokens, over the micro-batch budget of 9" in output
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

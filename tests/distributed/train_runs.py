@@ -1,7 +1,11 @@
 """Real runs of `mppo train` on several processes, and what they wrote."""
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +50,13 @@ def sft_refused(config: str, processes: int, out_dir: Path, *overrides: str, tim
     return _refused(_arguments("sft", config, out_dir, overrides), processes, timeout)
 
 
+def train_killed(config: str, processes: int, out_dir: Path, *overrides: str) -> None:
+    """Run a configuration whose processes are killed in the midst of their work, once a first checkpoint is there."""
+    latest = out_dir / "checkpoints" / "latest"
+    ended = run_on_ranks(_command_until, processes, _arguments(config, out_dir, overrides), latest)
+    assert set(ended.exit_codes) == {-signal.SIGKILL}, f"{config} ended by itself:\n{ended.tails}"
+
+
 def train_under_torchrun(config: str, processes: int, out_dir: Path, *overrides: str) -> Run:
     """Like `train`, by the command line that a user types."""
     output = torchrun_succeeds(processes, "-m", "mppo", *_arguments("train", config, out_dir, overrides), timeout=600)
@@ -71,3 +82,15 @@ def _refused(arguments: list[str], processes: int, timeout: float) -> str:
 def _command(arguments: list[str]) -> None:
     """The `mppo` command, exit code included."""
     sys.exit(main(arguments))
+
+
+def _command_until(arguments: list[str], path: Path) -> None:
+    """The `mppo` command, killed when the file is there."""
+
+    def kill() -> None:
+        while not path.is_file():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    _command(arguments)
