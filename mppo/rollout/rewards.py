@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mppo.errors import ConfigError
-from mppo.registry import Registry
+from mppo.registry import Registry, Traits
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Reward:
 
 
 @dataclass(frozen=True)
-class RewardTraits:
+class RewardTraits(Traits):
     """How a reward function is to be called."""
 
     batch: bool = False
