@@ -29,14 +29,28 @@ NOTHING = (0.0, -1)
 class TransformerSizes(Protocol):
     """What the cost of a decoder-only transformer with a gated feed-forward layer depends on."""
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
-    active_ffn_size: int
-    """Feed-forward columns that a token goes through: of one layer, or of the experts that it is sent to."""
-    vocab_size: int
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_attention_heads(self) -> int: ...
+
+    @property
+    def num_query_groups(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def active_ffn_size(self) -> int:
+        """Feed-forward columns that a token goes through: of one layer, or of the experts that it is sent to."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
 
 @dataclass(frozen=True)

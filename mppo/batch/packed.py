@@ -134,9 +134,15 @@ class PackedBatch:
 
     def _map(self, of: Callable[[str, Tensor], Tensor]) -> "PackedBatch":
         """This batch with every per-token vector `x` called `name` replaced by `of(name, x)`."""
-        core = {name: of(name, getattr(self, name)) for name in CORE}
-        origin = None if self.origin is None else of("origin", self.origin)
-        return replace(self, **core, origin=origin, fields={name: of(name, x) for name, x in self.fields.items()})
+        return replace(
+            self,
+            token_ids=of("token_ids", self.token_ids),
+            labels=of("labels", self.labels),
+            positions=of("positions", self.positions),
+            mask=of("mask", self.mask),
+            origin=None if self.origin is None else of("origin", self.origin),
+            fields={name: of(name, x) for name, x in self.fields.items()},
+        )
 
     def select(self, which: list[int]) -> "PackedBatch":
         """The trajectories number `which` of this batch, in that order, with `origin` pointing back here."""

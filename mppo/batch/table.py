@@ -1,7 +1,7 @@
 """What every rank knows of all trajectories of a step: a line each, small however long they are."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -29,8 +29,8 @@ class TrajectorySummary:
     accuracy: float
     parts: dict[str, float]
     """Named parts of the reward."""
-    oldest_version: int
-    """Of the weights that wrote it."""
+    oldest_version: int | None
+    """Of the weights that wrote it; None where nothing was written."""
     mean_version: float
     """Of the weights that wrote it, over its actions."""
 
@@ -50,7 +50,7 @@ class TrajectorySummary:
             outcome=judgement.score or 0.0,
             accuracy=judgement.accuracy,
             parts=judgement.parts,
-            oldest_version=min((version for _, version in written), default=0),
+            oldest_version=min((version for _, version in written), default=None),
             mean_version=sum(tokens * version for tokens, version in written) / max(count, 1),
         )
 
@@ -77,8 +77,8 @@ class TrajectoryTable:
     """The data-parallel rank that holds each now, and trains it."""
     kept: list[int]
     """Of each the actions that train: those that are neither rejected nor masked."""
-    baselines: dict[int, float] = field(default_factory=dict)
-    """Total reward of the greedy answer to a prompt, by the prompt's number, where there are such answers."""
+    baselines: dict[int, float] | None = None
+    """Total reward of the greedy answer to a prompt, by the prompt's number; None where none are asked for."""
     left_out: LeftOut = LeftOut()
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class TrajectoryTable:
 
         Raises DataError for a prompt whose greedy answer is missing, because it was aborted or not judged.
         """
-        if not self.baselines:
+        if self.baselines is None:
             return None
         missing = {s.uid.prompt for s in self.summaries} - self.baselines.keys()
         if missing:

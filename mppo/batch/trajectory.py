@@ -129,7 +129,8 @@ class Trajectory:
             )
         if not bool(torch.isfinite(self.rollout_log_probs[self.action_mask]).all()):
             raise DataError(f"{where}: the engine returned a log-prob that is not finite")
-        for what in (*self.spans, *self.turns):
+        stretches: tuple[Span | Turn, ...] = (*self.spans, *self.turns)
+        for what in stretches:
             if not 0 <= what.start <= what.stop <= len(self):
                 raise DataError(f"{where}: {what} does not lie within its {len(self)} tokens")
 

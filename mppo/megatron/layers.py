@@ -30,7 +30,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (parameters have no such field)
         self.returns_residual = False  # asked for by megatron-core 0.19
 
 
@@ -82,14 +82,7 @@ class PackedAttention(MegatronModule):
         """
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params (see mppo.megatron.layers.packed_seq_params)")
-        if self.context_parallel_size > 1:
-            group = parallel_state.get_context_parallel_group()
-            key, value = (
-                gather_from_sequence_parallel_region(x, group=group).chunk(group.size()) for x in (key, value)
-            )
-            attend = partial(self._attend_slices, group.rank())
-        else:
-            attend = self._attend
+        attend = self._attention(query, key, value)
         outputs, start = [], 0
         for length, run in groupby(packed_seq_params.lengths):
             count, length = len(list(run)), length // self.context_parallel_size
@@ -99,10 +92,18 @@ class PackedAttention(MegatronModule):
                 """`[count, heads, length, d]`"""
                 return x[rows].unflatten(0, (count, length)).transpose(1, 2)
 
-            out = attend(query, key, value, of_run)
+            out = attend(of_run)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
             start = rows.stop
         return torch.cat(outputs).flatten(1)
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[Callable[[Tensor], Tensor]], Tensor]:
+        """What attends within sequences of one length, given how to take them out of a vector."""
+        if self.context_parallel_size == 1:
+            return partial(self._attend, query, key, value)
+        group = parallel_state.get_context_parallel_group()
+        keys, values = (gather_from_sequence_parallel_region(x, group=group).chunk(group.size()) for x in (key, value))
+        return partial(self._attend_slices, group.rank(), query, keys, values)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, of_run: Callable[[Tensor], Tensor]) -> Tensor:
         """Whole sequences of one length."""

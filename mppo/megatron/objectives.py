@@ -5,7 +5,7 @@ They see actions only: A rows of the model's output, and a batch of A positions.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -178,11 +178,18 @@ Objective = PolicyObjective | ValueObjective | SupervisedObjective
 class ForwardPass(Protocol):
     """A closure of forward-only passes. It returns the named vectors and `origin`, where each entry belongs."""
 
-    names: tuple[str, ...]
-    reads: tuple[str, ...]
-    """The fields of the batch that it reads."""
+    @property
+    def names(self) -> tuple[str, ...]: ...
 
-    def __call__(self, output: LastHidden | Tensor, micro_batch: PackedBatch) -> dict[str, Tensor]: ...
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields of the batch that it reads."""
+        ...
+
+    @property
+    def wants_hidden(self) -> bool: ...
+
+    def __call__(self, output: Any, batch: PackedBatch, /) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)

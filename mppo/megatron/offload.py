@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -71,7 +72,7 @@ def weights_of(chunks: list[torch.nn.Module]) -> Iterator[Tensor]:
         yield from chunk.buffers()
 
 
-def gradients_of(chunks: list[torch.nn.Module]) -> Iterator[Tensor]:
+def gradients_of(chunks: list[DistributedDataParallel]) -> Iterator[Tensor]:
     """The gradient buffers of Megatron's DistributedDataParallel."""
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -14,7 +15,7 @@ from mppo.megatron.master_weights import optimizers_of, set_count
 class Optimizer:
     """Zero, step and schedule. Megatron takes TE's or apex's fused Adam where installed, torch's otherwise."""
 
-    def __init__(self, chunks: list[torch.nn.Module], config: OptimConfig, dtype: torch.dtype):
+    def __init__(self, chunks: list[DistributedDataParallel], config: OptimConfig, dtype: torch.dtype):
         self.chunks = chunks
         min_lr = config.min_lr if config.lr_decay_steps else config.lr
         self.megatron = get_megatron_optimizer(

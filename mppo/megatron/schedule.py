@@ -36,7 +36,7 @@ class Closure(Protocol):
     def wants_hidden(self) -> bool:
         """Whether it gets the hidden states of the actions (`LastHidden`) instead of the output layer's values."""
 
-    def __call__(self, output: Any, micro_batch: PackedBatch) -> Any: ...
+    def __call__(self, output: Any, batch: PackedBatch, /) -> Any: ...
 
 
 class ForwardStep:

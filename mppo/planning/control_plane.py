@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from statistics import median
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -205,8 +205,8 @@ def _mini_batches(count: int, spec: RunSpec) -> list[list[int]]:
 
 def _first_rank(parallel: ParallelConfig, dp: int) -> Topology:
     """Without process groups: nothing that is timed asks for them."""
-    places = ("rank", "tp_rank", "cp_rank", "pp_rank", "dp_rank", "ep_rank", "etp_rank")
-    return Topology(**vars(Sizes.of(parallel, dp)), **dict.fromkeys(places, 0))
+    sizes: dict[str, Any] = vars(Sizes.of(parallel, dp))
+    return Topology(**sizes, rank=0, tp_rank=0, cp_rank=0, pp_rank=0, dp_rank=0, ep_rank=0, etp_rank=0)
 
 
 def _timed(run: Callable[[], T]) -> tuple[float, T]:

@@ -123,6 +123,8 @@ class Collector:
         """Aborted answers are not judged."""
         finished = [t for t in trajectories if t.status != Status.ABORTED]
         given = await self.rewards.judge([(t, prompt) for t in finished]) if finished else []
+        for trajectory, judgement in zip(finished, given, strict=True):
+            judgement.validate(len(trajectory))
         judgements = {judgement.uid: judgement for judgement in given}
         return [Answer(t, judgements.get(t.uid, Judgement(t.uid, None))) for t in trajectories]
 

@@ -111,11 +111,11 @@ class RewardWorkers:
         return Judgement(trajectory.uid, outcome.score, accuracy, outcome.parts, token_rewards)
 
     def _count(self, outcome: Outcome) -> None:
-        failed = isinstance(outcome, Failure)
-        self._recent.append(failed)
         self._counts["samples"] += 1
-        self._counts["failures"] += failed
-        self._counts["timeouts"] += failed and outcome.kind == FailureKind.TIMED_OUT
+        self._recent.append(isinstance(outcome, Failure))
+        if isinstance(outcome, Failure):
+            self._counts["failures"] += 1
+            self._counts["timeouts"] += outcome.kind == FailureKind.TIMED_OUT
 
     def _refuse(self, where: str, failure: Failure) -> None:
         """Raise RewardError where the run is not to go on without this reward."""

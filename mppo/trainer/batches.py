@@ -91,10 +91,14 @@ def tabulate(
         summaries=chosen,
         rank_of=assign_ranks(mini_batches, [workload(length) for length in lengths], ranks),
         kept=actions,
-        baselines={s.uid.prompt: s.reward for s in greedy if s.status != Status.ABORTED and not s.abstains},
+        baselines=_baselines(greedy) if greedy else None,
         left_out=LeftOut(aborted, abstained),
     )
     return table, workload, mini_batches
+
+
+def _baselines(greedy: list[TrajectorySummary]) -> dict[int, float]:
+    return {s.uid.prompt: s.reward for s in greedy if s.status != Status.ABORTED and not s.abstains}
 
 
 def mini_batches_of_epoch(count: int, settings: UpdateSettings, seed: int, step: int, epoch: int) -> list[list[int]]:

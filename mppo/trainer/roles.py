@@ -96,7 +96,8 @@ class TrainableRole(Role):
     ):
         wrapped = wrap_for_training(chunks, optim)
         self.optimizer = Optimizer(wrapped, optim, dtype)
-        self.gathers_late = optim.overlap_param_gather
+        self.gathered_late = wrapped if optim.overlap_param_gather else []
+        """Chunks whose parameters are gathered while the next forward pass has begun."""
         self.state = OffloadedTensors(partial(optimizer_state_of, self.optimizer.megatron))
         self.gradients = OffloadedTensors(partial(gradients_of, wrapped), keep=False)
         super().__init__(wrapped, topology, placement)
@@ -113,9 +114,8 @@ class TrainableRole(Role):
             for offloaded in self.offloaded:
                 stack.enter_context(offloaded.onloaded())
             yield
-            if self.gathers_late:
-                for chunk in self.chunks:
-                    chunk.start_param_sync(force_sync=True)
+            for chunk in self.gathered_late:
+                chunk.start_param_sync(force_sync=True)
 
     def save(self, folder: Path) -> None:
         """Collective: weights, optimizer and learning-rate schedule into a folder that is there and empty."""

@@ -22,11 +22,11 @@ class Session:
     """Of each call of the engine."""
     purpose: Purpose = Purpose.SAMPLE
 
-    async def complete(self, prompt_ids: tuple[int, ...], part: int = 0) -> Completion:
-        """Continue these tokens, for the trajectory number `part` of this session."""
+    async def complete(self, prompt_ids: tuple[int, ...], part: int = 0, turn: int = 0) -> Completion:
+        """Continue these tokens, as the `turn`th call of the model for the trajectory number `part` of this session."""
         uid = TrajectoryId(self.uid.prompt, self.uid.sample, part)
         return await self.engine.generate(
-            Request(uid, prompt_ids, self.params, uid.seed(self.run_seed), self.timeout_s)
+            Request(uid, prompt_ids, self.params, (*uid.seed(self.run_seed), turn), self.timeout_s)
         )
 
     def trajectory(self, prompt_ids: tuple[int, ...], completion: Completion) -> Trajectory:

@@ -47,7 +47,6 @@ class LocalEngine:
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
 
-    @torch.no_grad()
     async def update_weights(self, weights: LiveWeights, version: int) -> None:
         """See `RolloutEngine`."""
         self.version = None
