@@ -64,7 +64,7 @@ class AdvantagePipeline:
         return batch.keeping(without_trajectories(packed.loss_mask, truncated, packed.segments), self.reduction)
 
     def _correct(self, batch: StepBatch) -> StepBatch:
-        """Decoupled, weigh and reject by the anchor against the rollout's policy.
+        """Decoupled mode: importance weights and rejection by the anchor against the rollout's policy.
 
         In bypass mode that follows for each mini-batch, by the current policy.
         """

@@ -8,7 +8,8 @@ import torch
 
 from mppo.algorithm.group_selection import has_signal
 from mppo.config import Config, PromptSource
-from mppo.megatron import platform, topology
+from mppo.megatron import platform
+from mppo.megatron import topology as process_groups
 from mppo.megatron.collectives import fail_together, gather_from_all
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks
@@ -36,21 +37,21 @@ from mppo.weights.pretrained import PretrainedModel, open_critic, open_model
 def assemble(config: Config) -> Run:
     """Check everything that can be checked without other processes, then join them and build."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    spec = make_run_spec(config, topology.data_parallel_size(config.parallel, world_size))
+    spec = make_run_spec(config, process_groups.data_parallel_size(config.parallel, world_size))
     model = open_model(config.model, config.trainer.seed)
     critic_model = None if spec.critic is None else open_critic(config.critic, model)
     check_models(spec, model.config, None if critic_model is None else critic_model.config)
     train, held_out = read_prompts(config, model)
 
-    place = topology.initialize(config.parallel, config.trainer.seed)
-    kept_records = records(config, {"actor": model, "critic": critic_model}, place)
-    roles = _roles(spec, model, critic_model, place)
+    topology = process_groups.initialize(config.parallel, config.trainer.seed)
+    kept_records = records(config, {"actor": model, "critic": critic_model}, topology)
+    roles = _roles(spec, model, critic_model, topology)
     return Run(
         spec=spec,
-        topology=place,
+        topology=topology,
         model=model,
         roles=roles,
-        rollouts=_rollouts(spec, model, roles.actor, train, held_out, place),
+        rollouts=_rollouts(spec, model, roles.actor, train, held_out, topology),
         records=kept_records,
     )
 
@@ -65,38 +66,38 @@ def read_prompts(config: Config, model: PretrainedModel) -> tuple[PromptSet, Pro
     return read(config.data.train, "data.train"), read(val, "data.val") if val.given else None
 
 
-def _roles(spec: RunSpec, model: PretrainedModel, critic: PretrainedModel | None, place: Topology) -> Roles:
+def _roles(spec: RunSpec, model: PretrainedModel, critic: PretrainedModel | None, topology: Topology) -> Roles:
     config = spec.config
-    actor, reference = build_actor(spec, model, place), None
-    critic_role = None if critic is None else _critic(spec, critic, place)
+    actor, reference = build_actor(spec, model, topology), None
+    critic_role = None if critic is None else _critic(spec, critic, topology)
     if config.need_reference:
-        reference = ReferenceRole(_loaded_chunks(config, model, place), place, config.ref.placement)
-    head = PolicyHead(model.config.vocab_size, config.rollout.temperature, place.tp_group)
+        reference = ReferenceRole(_loaded_chunks(config, model, topology), topology, config.ref.placement)
+    head = PolicyHead(model.config.vocab_size, config.rollout.temperature, topology.tp_group)
     return Roles(actor, critic_role, reference, head)
 
 
-def build_actor(spec: RunSpec, model: PretrainedModel, place: Topology) -> TrainableRole:
+def build_actor(spec: RunSpec, model: PretrainedModel, topology: Topology) -> TrainableRole:
     """The actor with its initial weights."""
     config = spec.config.actor
-    chunks = _loaded_chunks(spec.config, model, place)
-    return TrainableRole(chunks, place, config.optim, model.dtype, config.placement)
+    chunks = _loaded_chunks(spec.config, model, topology)
+    return TrainableRole(chunks, topology, config.optim, model.dtype, config.placement)
 
 
-def _loaded_chunks(config: Config, model: PretrainedModel, place: Topology) -> list[torch.nn.Module]:
+def _loaded_chunks(config: Config, model: PretrainedModel, topology: Topology) -> list[torch.nn.Module]:
     chunks = build_chunks(model.config, config.parallel, model.dtype, recompute=config.model.recompute)
-    load(chunks, model.architecture, model.config, model.source, place)
+    load(chunks, model.architecture, model.config, model.source, topology)
     return chunks
 
 
-def _critic(spec: RunSpec, model: PretrainedModel, place: Topology) -> TrainableRole:
+def _critic(spec: RunSpec, model: PretrainedModel, topology: Topology) -> TrainableRole:
     """The actor's backbone with a zero head, or a reward model with its own head."""
     config, parallel = spec.config.critic, spec.critic_parallel
-    place = place.of_role(parallel)
+    topology = topology.of_role(parallel)
     recompute = config.recompute or spec.config.model.recompute
     chunks = build_chunks(model.config, parallel, model.dtype, value_head=True, recompute=recompute)
     head = {"value_head": True, "zero_value_head": config.path is None}
-    load(chunks, model.architecture, model.config, model.source, place, **head)
-    return TrainableRole(chunks, place, config.optim, model.dtype, config.placement)
+    load(chunks, model.architecture, model.config, model.source, topology, **head)
+    return TrainableRole(chunks, topology, config.optim, model.dtype, config.placement)
 
 
 def _rollouts(
@@ -105,7 +106,7 @@ def _rollouts(
     actor: TrainableRole,
     train: PromptSet,
     held_out: PromptSet | None,
-    place: Topology,
+    topology: Topology,
 ) -> Rollouts:
     config, filtering = spec.config, spec.config.algorithm.filter_groups
     stream = PromptStream(train, config.trainer.seed if config.data.shuffle else None)
@@ -117,15 +118,15 @@ def _rollouts(
         RewardWorkers(spec.reward, config.reward, model.tokenizer),
         _asking(spec),
         vocab_size=model.config.vocab_size,
-        rank=place.rank,
+        rank=topology.rank,
         ranks=ranks,
     )
     return Rollouts(
         collector=collector,
         stream=stream,
-        buffer=Buffer(gather_from_all, stream, place.rank, ranks, admits),
+        buffer=Buffer(gather_from_all, stream, topology.rank, ranks, admits),
         held_out={} if held_out is None else {number: held_out[number] for number in range(len(held_out))},
-        weights=LiveWeights.of_chunks(actor.chunks, model.architecture, model.config, place),
+        weights=LiveWeights.of_chunks(actor.chunks, model.architecture, model.config, topology),
     )
 
 
@@ -170,14 +171,14 @@ ENGINES = {"local": _local_engine}
 """By `rollout.engine`."""
 
 
-def records(config: Config, models: Mapping[str, PretrainedModel | None], place: Topology) -> Records:
+def records(config: Config, models: Mapping[str, PretrainedModel | None], topology: Topology) -> Records:
     """What this rank writes down; the first rank reports, and holds the run's folder.
 
     Raises ConfigError, on every rank, when another run has the folder.
     """
     out_dir, steps = config.trainer.out_dir, config.trainer.total_training_steps
     with fail_together():
-        lock = RunLock(out_dir) if place.rank == 0 else None
-    reporter = Reporter(out_dir, steps) if place.rank == 0 else SilentReporter()
+        lock = RunLock(out_dir) if topology.rank == 0 else None
+    reporter = Reporter(out_dir, steps) if topology.rank == 0 else SilentReporter()
     given = {role: model for role, model in models.items() if model is not None}
     return Records(reporter, RunDescription.of(config, given, torch.distributed.get_world_size()), lock)

@@ -132,8 +132,8 @@ def redistribute(batch: StepBatch, rank_of: list[int], topology: Topology) -> St
     if rank_of == batch.table.rank_of:
         return batch
     before, after = dict(enumerate(batch.table.rank_of)), dict(enumerate(rank_of))
-    place = (topology.dp_rank, topology.dp)
-    packed = moved(batch.packed, before, after, batch.table.lengths, place, Links.of(topology).swap)
+    rank_and_size = (topology.dp_rank, topology.dp)
+    packed = moved(batch.packed, before, after, batch.table.lengths, rank_and_size, Links.of(topology).swap)
     return replace(batch, packed=packed, table=replace(batch.table, rank_of=rank_of))
 
 

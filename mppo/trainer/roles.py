@@ -137,14 +137,14 @@ class TrainableRole(Role):
         self.optimizer.zero_grad()
         statistics = run_schedule(self.chunks, mini_batch.micro_batches, objective)
         metrics = reduce_statistics(add_up(statistics), self.topology)
-        self._refuse_broken_losses(int(metrics.pop(objective.prefix + NON_FINITE).value), objective)
+        self._refuse_non_finite_losses(int(metrics.pop(objective.prefix + NON_FINITE).value), objective)
         numbers = {}
         if get_model_config(self.chunks[0]).moe_aux_loss_coeff:
             numbers["balance_loss"] = take_balance_loss(self.chunks, mini_batch.total_tokens)
         return metrics, self.optimizer.step() | numbers
 
     @staticmethod
-    def _refuse_broken_losses(tokens: int, objective: Objective) -> None:
+    def _refuse_non_finite_losses(tokens: int, objective: Objective) -> None:
         """`tokens` are those of all ranks, so that all ranks come here or none."""
         if tokens:
             where = sorted({i for indices in gather_from_all(objective.offenders.indices()) for i in indices})

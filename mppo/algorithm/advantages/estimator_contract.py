@@ -146,9 +146,9 @@ class Estimator:
     def check_finite(self, result: Advantages, x: AdvantageInputs) -> None:
         """Raise DataError that names a trajectory of this rank whose advantages or returns are not finite."""
         for name, value in vars(result).items():
-            broken = x.loss_mask & ~torch.isfinite(value)
-            if bool(broken.any()):
-                index = int(x.indices[x.segments.ids[broken][0]])
+            non_finite = x.loss_mask & ~torch.isfinite(value)
+            if bool(non_finite.any()):
+                index = int(x.indices[x.segments.ids[non_finite][0]])
                 raise DataError(
                     f"advantage estimator {self.name!r} returned {name} that are not finite, in trajectory {index}"
                 )

@@ -135,9 +135,9 @@ def probe(loss: PolicyLoss) -> None:
     except Exception as error:
         raised = f"{type(error).__name__}: {error}"
         raise ConfigError(f"policy loss {loss.name!r} raised on a small batch: {raised}") from error
-    broken = ~torch.isfinite(losses)
-    if bool(broken.any()):
-        index = int(sample.segments.ids[broken][0])
+    non_finite = ~torch.isfinite(losses)
+    if bool(non_finite.any()):
+        index = int(sample.segments.ids[non_finite][0])
         raise ConfigError(
             f"policy loss {loss.name!r} is not finite on ordinary numbers: trajectory {index} of a small batch,"
             f" log-probs {sample.log_probs[sample.segments.ids == index].tolist()}"
