@@ -16,7 +16,7 @@ def torchrun(processes: int, *command: Any, timeout: float = 300) -> subprocess.
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     process = subprocess.Popen(
         [*launcher, *map(str, command)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -35,3 +35,8 @@ def torchrun_succeeds(processes: int, *command: Any, timeout: float = 300) -> st
     finished = torchrun(processes, *command, timeout=timeout)
     assert finished.returncode == 0, f"{command} on {processes} processes failed:\n{finished.stdout[-TAIL:]}"
     return finished.stdout
+
+
+def environment() -> dict[str, str]:
+    """In which a script, which has only its own folder on the path, finds the packages of the repository."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
