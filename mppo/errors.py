@@ -1,5 +1,7 @@
 """The errors mppo raises for bad input. Each message names the field, file or sample, and the fix."""
 
+import traceback
+
 
 class MppoError(Exception):
     """Base of every error that is the user's to fix; the command line prints it without a traceback."""
@@ -37,4 +39,9 @@ class EngineError(MppoError, RuntimeError):
 
 
 class RankError(MppoError, RuntimeError):
-    """Another rank failed, with an error of its own that it shows."""
+    """A rank failed with an error that is not mppo's."""
+
+    @classmethod
+    def of(cls, error: Exception, rank: int) -> "RankError":
+        """Of that rank, with the traceback, for all ranks to raise."""
+        return cls(f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)))

@@ -144,9 +144,9 @@ def sum_over_ranks(numbers: dict[str, int]) -> dict[str, float]:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise on every rank what any of them raised inside, so that none waits for another.
+    """Raise on every rank the first error that any of them raised inside, so that none waits for another.
 
-    All raise the first MppoError; an error of another class is raised as it is where it happened, and named elsewhere.
+    One that is no MppoError becomes a RankError with its traceback.
     """
     mine: Exception | None = None
     try:
@@ -157,10 +157,7 @@ def fail_together() -> Iterator[None]:
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if not failed:
         return
-    rank = dist.get_rank()
-    told = mine if mine is None or isinstance(mine, MppoError) else RankError(f"rank {rank} failed: {mine!r}")
-    first = next(error for error in gather_from_all(told) if error is not None)
-    if mine is not None and isinstance(first, RankError):
-        raise mine
+    told = mine if mine is None or isinstance(mine, MppoError) else RankError.of(mine, dist.get_rank())
+    first: MppoError = next(error for error in gather_from_all(told) if error is not None)
     first.on_every_rank = True
-    raise first
+    raise first from mine

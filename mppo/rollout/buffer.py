@@ -80,6 +80,14 @@ class Buffer:
         self._silent = {}
         return Taken(groups, len(silent), selection.used_without_signal, selection.left_over)
 
+    def snapshot(self) -> dict[int, Group]:
+        """The groups of this rank that are ready, by number."""
+        return dict(self._ready)
+
+    def put_back(self, snapshot: dict[int, Group]) -> None:
+        """Hold again what a snapshot has, and nothing else."""
+        self._ready, self._silent = dict(snapshot), {}
+
     def _numbers(self) -> list[tuple[list[int], list[int]]]:
         return self.gather((list(self._ready), list(self._silent)))
 

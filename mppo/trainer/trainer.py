@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from mppo.algorithm.kl import FULL, KLController
 from mppo.algorithm.reward_shaping import RunningMoments
 from mppo.batch.trajectory import Answer
+from mppo.errors import MppoError
 from mppo.megatron import platform
 from mppo.megatron.collectives import (
     data_parallel_reduction,
@@ -166,16 +167,19 @@ class Trainer:
 
     @contextmanager
     def _refusable(self) -> Iterator[None]:
-        """If what is inside raises, put the data order and what it steers back to before, and save what was trained.
+        """If what is inside raises, put the data order, what it steers and the buffer back to before, and save what was
+        trained.
 
         Resumed, the step then draws its prompts again.
         """
-        before = {name: deepcopy(part.state_dict()) for name, part in self.settled.items()}
+        before = {name: deepcopy(state.state_dict()) for name, state in self.settled.items()}
+        groups = self.run.rollouts.buffer.snapshot()
         try:
             yield
-        except Exception:
-            for name, part in self.settled.items():
-                part.load_state_dict(before[name])
+        except MppoError:  # which all ranks raise; what one of them raises alone ends them as it is
+            for name, state in self.settled.items():
+                state.load_state_dict(before[name])
+            self.run.rollouts.buffer.put_back(groups)
             self.save()
             self.run.records.reporter.close()
             raise
@@ -353,6 +357,7 @@ class Trainer:
         """Answer the held-out prompts greedily; returns the mean accuracy, the same on every rank."""
         with fail_together():
             answers = self.run.rollouts.collector.validate(self.run.rollouts.held_out)
+        self.run.rollouts.collector.rewards.take_counts()  # which are those of training steps
         mine = [(a.judgement.accuracy, a.judgement.total_reward) for a in answers]
         everywhere = [line for lines in gather_from_all(mine) for line in lines]
         accuracies, rewards = zip(*everywhere, strict=True)

@@ -150,6 +150,19 @@ def test_a_group_of_which_every_answer_was_aborted_or_abstains_has_no_signal():
     assert buffer.ready() == 0
 
 
+def test_a_refused_step_gives_back_what_it_took_and_forgets_what_it_drew():
+    buffer = buffer_of(admits=differs)
+    buffer.put(group(0))
+    buffer.put(group(1))
+    before = buffer.snapshot()
+    buffer.put(group(2))
+    buffer.put(group(3, (1.0, 1.0)))
+    assert numbers_of(buffer.take(2)) == [0, 1]
+    buffer.put_back(before)
+    taken = buffer.take(5)
+    assert (numbers_of(taken), taken.without_signal) == ([0, 1], 0)
+
+
 @given(arrivals, st.integers(1, 4), st.integers(1, 4))
 def test_what_waits_is_dealt_out_to_another_number_of_ranks(numbers, before, after):
     saved = []
