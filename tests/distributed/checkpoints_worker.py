@@ -1,11 +1,6 @@
-"""Saves roles in one setting, loads them in others, and makes the next update in both.
+"""Saves roles in one setting, loads them in others, and makes the next update in both."""
 
-torchrun --nproc-per-node 4 checkpoints_worker.py RESULTS FOLDER
-"""
-
-import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,15 +8,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mppo.weights.transfer import Exporter, load
 from torch import Tensor
 
 from mppo.config import ModelSource, OptimConfig
 from mppo.megatron import topology as layouts
 from mppo.megatron.model import build_chunks
 from mppo.trainer.roles import TrainableRole
+from mppo.weights.live_weights import LiveWeights
+from mppo.weights.load import load
 from mppo.weights.pretrained import PretrainedModel, open_model
 from tests.distributed.checkpoint_cases import CASES, LAYOUTS, Case, Setting
+from tests.distributed.whole_model import whole_copy
 
 
 def opened(case: Case) -> PretrainedModel:
@@ -42,7 +39,7 @@ class Trial:
         load(chunks, model.architecture, model.config, model.source, place, value_head=critic)
         optim = OptimConfig(lr=1e-2, lr_warmup_steps=4, clip_grad=0.5, use_distributed_optimizer=setting.distributed)
         self.role = TrainableRole(chunks, place, optim, model.dtype)
-        self.exporter = Exporter(self.role.chunks, model.architecture, model.config, place, value_head=critic)
+        self.live = LiveWeights.of_chunks(self.role.chunks, model.architecture, model.config, place, value_head=critic)
 
     def spoil(self) -> None:
         """So that a weight that is not loaded shows."""
@@ -65,7 +62,7 @@ class Trial:
         return [self.update(number), self.update(number + 1)]
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.exporter.export()}
+        return whole_copy(self.live)
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
@@ -120,7 +117,8 @@ def process_groups(store: Path) -> Iterator[None]:
     layouts.shutdown()
 
 
-def main(results: Path, folder: Path) -> None:
+def save_and_reload(folder: Path) -> dict[str, dict]:
+    """What `reload` finds of every case and target."""
     saved, found = {}, {}
     for layout in LAYOUTS:
         with process_groups(folder / f"save-{layout}"):
@@ -133,9 +131,4 @@ def main(results: Path, folder: Path) -> None:
                 for target in case.targets:
                     if target.layout == layout:
                         found[case.name(target)] = reload(case, target, folder / str(number), saved[number])
-    if os.environ["RANK"] == "0":
-        results.write_text(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    return found
