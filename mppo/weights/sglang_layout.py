@@ -1,6 +1,6 @@
 """How the parameters of an SGLang tensor-parallel worker are made of Hugging Face tensors.
 
-Read in SGLang 0.5.23, and compared with what its own loaders build (`tests/sglang/compare_layout.py`). It holds for
+Read in SGLang 0.5.23, and compared with what its own loaders build (`tests/sglang/test_sglang_layout.py`). It holds for
 unquantised Llama, Qwen2, Qwen3 and Qwen3-MoE on one pipeline stage, without attention data parallelism, redundant
 experts or LoRA, and for kernels that leave weights as they were loaded: AMX on CPU, AITER, the `flashinfer_trtllm`
 expert backend and `SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED` repack them (`process_weights_after_loading`).
