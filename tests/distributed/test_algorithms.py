@@ -32,6 +32,7 @@ IN_PARTS = (f"reward.function={REWARDS}:reward_in_parts", "algorithm.adv_options
 KNOBS = {
     "gae": ("critic.ppo_micro_batch_size_per_gpu=5", "trainer.critic_warmup=1"),
     "gdpo": IN_PARTS,
+    "grpo_passk": ("trainer.seed=2",),  # with answers that give it a signal in both steps
 }
 
 
@@ -155,7 +156,8 @@ def test_each_mode_does_what_it_is_for(mode):
         assert run.column("batch/kept_share")[0] < 1.0
     if "dynamic" in name:
         assert max(run.column("rollout/generation_batches")) > 1
-        assert all(run.column("rollout/groups_left_out"))
+        silent, used = run.column("rollout/groups_without_signal"), run.column("rollout/groups_without_signal_used")
+        assert all(without > filling for without, filling in zip(silent, used, strict=True))
 
 
 def mean_loss(x):
