@@ -1,8 +1,10 @@
 """The Python examples in the READMEs of the rooms run, and what they register works."""
 
+import asyncio
 import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,8 +14,16 @@ from mppo.algorithm.advantages import ESTIMATORS
 from mppo.algorithm.kl import KL_FORMS, kl_penalty
 from mppo.algorithm.policy_losses import POLICY_LOSSES, policy_loss
 from mppo.algorithm.rollout_correction import REJECTIONS, CorrectionInputs, correct, rollout_correction_config
+from mppo.batch.trajectory import TrajectoryId
 from mppo.check_loss.examination import examine
+from mppo.rollout.agents.session import Session
+from mppo.rollout.engines.contract import SamplingParams
+from mppo.rollout.prompts import Prompt
+from mppo.rollout.reward_calls import call
+from mppo.rollout.rewards import Sample
+from mppo.rollout.tasks import GENERATORS, REWARDS, reward_function
 from tests.unit.advantage_cases import estimate, outcomes
+from tests.unit.engines import own_weights, small_engine, update
 from tests.unit.samples import segments_of
 
 pytestmark = pytest.mark.unit
@@ -24,17 +34,21 @@ PACKAGE = Path(mppo.__file__).parent
 @pytest.fixture
 def run_examples(tmp_path, monkeypatch):
     """Imports the examples of a room's README as the module `examples_of_<room>`; what they register is forgotten."""
-    for registry in (POLICY_LOSSES, ESTIMATORS, KL_FORMS, REJECTIONS):
+    for registry in (POLICY_LOSSES, ESTIMATORS, KL_FORMS, REJECTIONS, REWARDS, GENERATORS):
         monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
     monkeypatch.syspath_prepend(tmp_path)
 
-    def run(room: str) -> None:
-        blocks = re.findall(r"^```python\n(.*?)^```$", (PACKAGE / room / "README.md").read_text(), re.S | re.M)
-        assert blocks
-        (tmp_path / f"examples_of_{room}.py").write_text("\n".join(blocks))
-        importlib.import_module(f"examples_of_{room}")
+    def run(room: str) -> ModuleType:
+        (tmp_path / f"examples_of_{room}.py").write_text("\n".join(examples(room)))
+        return importlib.import_module(f"examples_of_{room}")
 
     return run
+
+
+def examples(room: str) -> list[str]:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (PACKAGE / room / "README.md").read_text(), re.S | re.M)
+    assert blocks
+    return blocks
 
 
 def test_the_examples_of_the_algorithm_room(run_examples):
@@ -50,5 +64,36 @@ def test_the_examples_of_the_algorithm_room(run_examples):
     assert correct(x, config).kept.tolist() == [False, False, True]
 
 
-def test_the_examples_of_the_check_loss_room(run_examples):
-    run_examples("check_loss")
+@pytest.mark.parametrize("room", ["batch", "check_loss", "config", "weights"])
+def test_examples_that_check_themselves(run_examples, room):
+    run_examples(room)
+
+
+def test_the_examples_of_the_rollout_room(run_examples):
+    module = run_examples("rollout")
+    mask = (False, True, True)
+    group = [Sample("a", "12", "12", {}, (1, 2, 3), mask), Sample("a", "1", "12", {}, (1, 2, 3), (False, False, True))]
+
+    def scores(name: str) -> list[float]:
+        return [outcome.score for outcome in call(reward_function(name, {}), group).outcomes]
+
+    assert scores("examples_of_rollout:short") == [1.0, 1.0]
+    assert scores("tidy") == pytest.approx([1 + 0.1 / 3, 0.1 / 2])
+    assert scores("longest") == [1.0, 0.0]
+    assert reward_function("examples_of_rollout:asked", {}).is_async
+    assert GENERATORS.get("counting").bind({"size": 1}, "options")() == [{"prompt": "0,", "ground_truth": "1"}]
+
+    engine = small_engine()
+    update(engine, own_weights(engine), 3)
+    session = Session(engine, TrajectoryId(7, 1), SamplingParams(max_new_tokens=2, ignore_eos=True), 0, 60.0)
+    first, second = asyncio.run(module.ask_again(Prompt("12", (1, 2), None), session))
+    assert (first.uid, second.uid) == (TrajectoryId(7, 1), TrajectoryId(7, 1, part=1))
+    assert second.token_ids[:4].tolist() == first.token_ids.tolist()
+    assert second.action_mask.tolist() == [False] * 4 + [True] * 2
+    second.validate(vocab_size=66)
+
+
+def test_the_hook_alone_is_that_of_the_script_that_a_test_runs():
+    script = (PACKAGE.parent / "tests/distributed/plain_megatron.py").read_text().splitlines()
+    (lines,) = (block.splitlines() for block in examples("megatron"))
+    assert [line for line in lines if line and line not in script] == []
