@@ -68,7 +68,8 @@ class RolloutConfig:
     """How prompts are answered."""
 
     engine: str = "local"
-    """`local`: a copy of the model generates in each trainer process, with a KV cache."""
+    """A registered engine, or `package.module:function`. `local`: a copy of the model generates in each trainer
+    process, with a KV cache."""
     timeout_s: float = 1800.0
     """Seconds that one call of the engine may take; an answer that is not finished by then is aborted, and does not
     train."""
@@ -92,7 +93,6 @@ class RolloutConfig:
     """Sequences that one process generates at a time."""
 
     def __post_init__(self):
-        one_of("rollout.engine", self.engine, ("local",))
         positive(
             "rollout", timeout_s=self.timeout_s, n=self.n, temperature=self.temperature, batch_size=self.batch_size
         )

@@ -8,7 +8,6 @@ import torch
 
 from mppo.algorithm.group_selection import has_signal
 from mppo.config import Config, PromptSource
-from mppo.megatron import platform
 from mppo.megatron import topology as process_groups
 from mppo.megatron.collectives import fail_together, gather_from_all
 from mppo.megatron.head import PolicyHead
@@ -17,8 +16,8 @@ from mppo.megatron.topology import Topology
 from mppo.rollout.agents.single_turn import single_turn
 from mppo.rollout.buffer import Buffer
 from mppo.rollout.collector import Asking, Collector
-from mppo.rollout.engines.contract import RolloutEngine, SamplingParams
-from mppo.rollout.engines.local import LocalEngine
+from mppo.rollout.engines import ENGINES
+from mppo.rollout.engines.contract import SamplingParams
 from mppo.rollout.prompt_group import Group
 from mppo.rollout.prompts import PromptSet, PromptStream, load_prompts
 from mppo.rollout.reward_workers import RewardWorkers
@@ -113,7 +112,7 @@ def _rollouts(
     ranks = torch.distributed.get_world_size()
     admits = partial(_differs, filtering.metric) if filtering.enable else None
     collector = Collector(
-        ENGINES[config.rollout.engine](config, model),
+        ENGINES.get(config.rollout.engine).fn(config, model),
         single_turn,
         RewardWorkers(spec.reward, config.reward, model.tokenizer),
         _asking(spec),
@@ -160,15 +159,6 @@ def _sampling(config: Config, temperature: float) -> SamplingParams:
         stop_token_ids=tuple(rollout.stop_token_ids),
         ignore_eos=rollout.ignore_eos,
     )
-
-
-def _local_engine(config: Config, model: PretrainedModel) -> RolloutEngine:
-    dtype = getattr(torch, config.rollout.dtype or config.model.dtype)
-    return LocalEngine(model.hf_config, model.tokenizer, dtype, platform.device(), config.rollout.batch_size)
-
-
-ENGINES = {"local": _local_engine}
-"""By `rollout.engine`."""
 
 
 def records(config: Config, models: Mapping[str, PretrainedModel | None], topology: Topology) -> Records:

@@ -16,6 +16,7 @@ from mppo.algorithm.rollout_correction import RolloutCorrectionConfig, rollout_c
 from mppo.config import Config, ParallelConfig, RunFacts, UpdateFacts, refuse_unread
 from mppo.errors import ConfigError
 from mppo.megatron.topology import Sizes
+from mppo.rollout.engines import ENGINES
 from mppo.rollout.rewards import RewardFunction
 from mppo.rollout.tasks import GENERATORS, reward_function
 from mppo.trainer.contradictions import find_warnings, refuse_contradictions
@@ -209,6 +210,7 @@ def _check_names(config: Config, actor: UpdateSettings) -> None:
     for mode in (actor.loss_agg_mode, config.critic.loss_agg_mode):
         if mode is not None:
             AGGREGATIONS.get(mode)
+    ENGINES.get(config.rollout.engine)
     check_kl_form(config.actor.kl_loss_type, "actor.kl_loss_type")
     check_kl_form(config.algorithm.kl_penalty, "algorithm.kl_penalty")
     for where, source in (("data.train", config.data.train), ("data.val", config.data.val)):

@@ -1,1 +1,6 @@
 """Rollout engines: the contract that all of them keep, and the embedded one."""
+
+from mppo.rollout.engines import local  # noqa: F401  (registers)
+from mppo.rollout.engines.contract import ENGINES
+
+__all__ = ["ENGINES"]

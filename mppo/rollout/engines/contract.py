@@ -1,10 +1,14 @@
 """What every rollout engine does: requests of token ids in, completions out, new weights taken in between."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from mppo.batch.trajectory import Span, Status, TrajectoryId
+from mppo.config import Config
+from mppo.registry import Registry
 from mppo.weights.live_weights import LiveWeights
+from mppo.weights.pretrained import PretrainedModel
 
 
 @dataclass(frozen=True)
@@ -72,3 +76,7 @@ class RolloutEngine(Protocol):
     async def close(self) -> None:
         """Give back what the engine holds: processes, connections, memory."""
         ...
+
+
+ENGINES: Registry[Callable[[Config, PretrainedModel], RolloutEngine]] = Registry("rollout engine")
+"""`(config, model) -> engine`, called on every rank; chosen by `rollout.engine`."""

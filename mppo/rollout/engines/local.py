@@ -11,11 +11,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from mppo.batch.trajectory import Span, Status
+from mppo.config import Config
 from mppo.errors import EngineError, ModelError
-from mppo.rollout.engines.contract import Completion, Request, SamplingParams
+from mppo.megatron import platform
+from mppo.rollout.engines.contract import ENGINES, Completion, Request, SamplingParams
 from mppo.rollout.engines.sampling import draw, uniforms
 from mppo.weights.fused import on_disk
 from mppo.weights.live_weights import LiveWeights
+from mppo.weights.pretrained import PretrainedModel
 from mppo.weights.transfer_plan import Layout, whole_tensors
 from mppo.weights.transports.point_to_point import PointToPoint
 
@@ -195,3 +198,10 @@ class LocalEngine:
         recent = written[-max(len(stop) for stop in params.stop) - 1 :]  # a token is at least a character, or none
         texts = self.tokenizer.batch_decode(torch.stack(recent, 1))
         return torch.tensor([any(stop in text for stop in params.stop) for text in texts], device=self.device)
+
+
+@ENGINES.register("local")
+def local_engine(config: Config, model: PretrainedModel) -> LocalEngine:
+    """In `rollout.dtype`, by default that of the model."""
+    dtype = getattr(torch, config.rollout.dtype or config.model.dtype)
+    return LocalEngine(model.hf_config, model.tokenizer, dtype, platform.device(), config.rollout.batch_size)
