@@ -21,8 +21,10 @@ BASE = (
     "trainer.save_hf=false",
     "model.preset_options={num_hidden_layers: 2}",
     "actor.optim.lr=1e-2",
+    "actor.optim.adam_eps=1e-4",
 )
-"""Two optimizer steps a training step, so that the second sees a policy that has moved."""
+"""Two optimizer steps a training step, so that the second sees a policy that has moved. Adam's epsilon keeps it from
+making much of gradients that are rounding alone, or a choice of tokens would turn on them."""
 ONE = ("parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=1")
 TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=1")
 PP2 = ("parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=2")
@@ -117,10 +119,6 @@ SAME = (
     "rollout_corr/chi2_seq",
     "rollout/groups_left_out",
 )
-ROUNDING = {"rollout_corr/chi2_seq": 5e-6}
-"""Absolute, 1e-6 otherwise: exp of twice a sum of eight float32 log-probs, less 1."""
-
-
 @pytest.fixture(scope="module", params=MODES, ids=lambda name: name.replace(" ", "-"))
 def mode(request, tmp_path_factory):
     """The overrides of a mode, and its run on one process."""
@@ -135,8 +133,7 @@ def test_what_looks_at_the_whole_mini_batch_is_the_same_in_every_layout(mode, tm
     _, overrides, one = mode
     two = train("class", 2, tmp_path, *overrides, *layout)
     for metric in SAME:
-        rounding = ROUNDING.get(metric, 1e-6)
-        assert two.column(metric) == pytest.approx(one.column(metric), rel=2e-4, abs=rounding), metric
+        assert two.column(metric) == pytest.approx(one.column(metric), rel=2e-4, abs=1e-6), metric
 
 
 def test_each_mode_does_what_it_is_for(mode):
