@@ -16,11 +16,12 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mppo.megatron.master_weights import MOMENTS, WEIGHT, master_weights
 from mppo.megatron.optimizer import Optimizer
+from mppo.megatron.topology import virtual_pipeline
 
 Shards = dict[str, dict[str, dict[str, Any]]]
 """`weight` or the name of a moment -> number of the chunk -> name in the chunk -> what is saved."""
@@ -84,11 +85,12 @@ Located = tuple[ShardedTensor | ShardedTensorFactory, str, str]
 def _sharded(chunks: list[torch.nn.Module]) -> list[Located]:
     """Everything that the chunks' own state consists of."""
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    return [
-        (sharded, str(number), name)
-        for number, chunk in enumerate(unwrap_model(chunks))
-        for name, sharded in chunk.sharded_state_dict(metadata=metadata).items()
-    ]
+    with virtual_pipeline(get_model_config(chunks[0]).virtual_pipeline_model_parallel_size):
+        return [
+            (sharded, str(number), name)
+            for number, chunk in enumerate(unwrap_model(chunks))
+            for name, sharded in chunk.sharded_state_dict(metadata=metadata).items()
+        ]
 
 
 def _sharded_parameters(chunks: list[torch.nn.Module]) -> dict[int, Located]:

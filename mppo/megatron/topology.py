@@ -279,7 +279,8 @@ def _replica_group(sizes: Sizes) -> dist.ProcessGroup:
 def virtual_pipeline(size: int | None) -> Iterator[None]:
     """Megatron-core's own state says inside that a pipeline stage has `size` model chunks (None: it is one).
 
-    Building a model and running a schedule read it there; all else reads it from the configuration of the chunks.
+    Building a model, running a schedule and saving a model read it there; all else reads it from the configuration of
+    the chunks.
     """
     outside = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     parallel_state.set_virtual_pipeline_model_parallel_world_size(size)

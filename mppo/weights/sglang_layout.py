@@ -175,10 +175,10 @@ def _check_sizes(model: ModelConfig, tp: int, ep: int) -> None:
     groups = model.num_query_groups
     if groups % tp and tp % groups:
         raise ConfigError(f"SGLang's tp-size {tp} and the {groups} key/value heads: neither divides the other")
-    experts = model.moe_ffn_hidden_size
+    dense = (model.ffn_hidden_size, tp, "columns")
     for number, ranks, what in (
         (model.num_attention_heads, tp, "attention heads"),
-        (model.ffn_hidden_size, tp, "columns") if experts is None else (experts, tp // ep, "columns"),
+        dense if model.num_experts is None else (model.moe_ffn_hidden_size, tp // ep, "columns"),
         (model.num_experts or 0, ep, "experts"),
     ):
         if number % ranks:

@@ -119,6 +119,8 @@ SAME = (
     "rollout_corr/chi2_seq",
     "rollout/groups_left_out",
 )
+
+
 @pytest.fixture(scope="module", params=MODES, ids=lambda name: name.replace(" ", "-"))
 def mode(request, tmp_path_factory):
     """The overrides of a mode, and its run on one process."""
