@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mppo.batch.trajectory import Answer, Judgement, Purpose, Status, Trajectory, TrajectoryId
-from mppo.errors import EngineError
+from mppo.errors import EngineError, MppoError
 from mppo.rollout.agents.session import Agent, Session
 from mppo.rollout.buffer import Buffer
 from mppo.rollout.engines.contract import RolloutEngine, SamplingParams
@@ -65,6 +65,8 @@ class Collector:
         self.engine, self.agent, self.rewards, self.asking = engine, agent, rewards, asking
         self.vocab_size, self.rank, self.ranks = vocab_size, rank, ranks
         self.loop = Loop()
+        self.not_judged: list[tuple[Prompt, Trajectory]] = []
+        """Answers over whose judgement a step was refused, for somebody to look at."""
 
     def collect(self, stream: PromptStream, buffer: Buffer) -> None:
         """Draw prompts, and put this rank's share of them, answered and judged, into the buffer.
@@ -122,7 +124,11 @@ class Collector:
     async def _judged(self, prompt: Prompt, trajectories: list[Trajectory]) -> list[Answer]:
         """Aborted answers are not judged."""
         finished = [t for t in trajectories if t.status != Status.ABORTED]
-        given = await self.rewards.judge([(t, prompt) for t in finished]) if finished else []
+        try:
+            given = await self.rewards.judge([(t, prompt) for t in finished]) if finished else []
+        except MppoError:
+            self.not_judged += [(prompt, trajectory) for trajectory in finished]
+            raise
         for trajectory, judgement in zip(finished, given, strict=True):
             judgement.validate(len(trajectory))
         judgements = {judgement.uid: judgement for judgement in given}

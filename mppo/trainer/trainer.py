@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from mppo.algorithm.kl import FULL, KLController
 from mppo.algorithm.reward_shaping import RunningMoments
-from mppo.batch.trajectory import Answer
+from mppo.batch.trajectory import Answer, Judgement
 from mppo.errors import MppoError
 from mppo.megatron import platform
 from mppo.megatron.collectives import (
@@ -24,6 +24,7 @@ from mppo.megatron.collectives import (
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
 from mppo.megatron.random_state import RandomState
 from mppo.rollout.buffer import Taken
+from mppo.rollout.prompts import Prompt
 from mppo.rollout.reward_workers import check_parts
 from mppo.trainer.advantage_pipeline import AdvantagePipeline
 from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
@@ -181,6 +182,10 @@ class Trainer:
                 state.load_state_dict(before[name])
             self.run.rollouts.buffer.put_back(groups)
             self.save()
+            answers = [
+                (prompt, Answer(t, Judgement(t.uid, None))) for prompt, t in self.run.rollouts.collector.not_judged
+            ]
+            self._show(answers)
             self.run.records.reporter.close()
             raise
 
@@ -209,14 +214,17 @@ class Trainer:
     @named_step
     def reward(self, taken: Taken) -> list[Answer]:
         """Step 2: look at the judgements, which were made beside generation, and write some of the samples down."""
-        tokenizer, shown = self.run.model.tokenizer, self.config.trainer.samples_per_step
-        lines = [SampleLine.of(a, group.prompt, tokenizer) for group in taken.groups for a in group.samples]
-        self.run.records.reporter.samples(lines[:shown])
+        self._show([(group.prompt, answer) for group in taken.groups for answer in group.samples])
         self.metrics |= sum_over_ranks(self.run.rollouts.collector.rewards.take_counts())
         with fail_together():
             for group in taken.groups:
                 check_parts(group.samples, self.spec.estimator.reward_keys)
         return [answer for group in taken.groups for answer in group.answers]
+
+    def _show(self, answers: list[tuple[Prompt, Answer]]) -> None:
+        """Write the first of them down."""
+        shown = answers[: self.config.trainer.samples_per_step]
+        self.run.records.reporter.samples([SampleLine.of(a, p, self.run.model.tokenizer) for p, a in shown])
 
     @named_step
     def balance(self, answers: list[Answer]) -> StepBatch:

@@ -237,6 +237,7 @@ def test_what_a_rank_refuses_ends_torchrun_too(tmp_path):
 
 def test_what_was_trained_is_saved_when_a_step_is_refused(tmp_path):
     overrides = (*SHORT, *layout(1, 1), "reward.function=tests.distributed.reward_functions:good_at_first")
+    overrides += ("trainer.val_before_train=false",)
     assert "raised RuntimeError" in train_refused("class", 2, tmp_path, *overrides)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_000001"
     assert (tmp_path / "samples" / "pending.jsonl").is_file()

@@ -53,7 +53,7 @@ def sft_refused(config: str, processes: int, out_dir: Path, *overrides: str, tim
 def train_killed(config: str, processes: int, out_dir: Path, *overrides: str) -> None:
     """Run a configuration whose processes are killed in the midst of their work, once a first checkpoint is there."""
     latest = out_dir / "checkpoints" / "latest"
-    ended = run_on_ranks(_command_until, processes, _arguments(config, out_dir, overrides), latest)
+    ended = run_on_ranks(_command_until, processes, _arguments("train", config, out_dir, overrides), latest)
     assert set(ended.exit_codes) == {-signal.SIGKILL}, f"{config} ended by itself:\n{ended.tails}"
 
 

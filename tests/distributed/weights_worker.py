@@ -1,5 +1,6 @@
 """Loads Hugging Face folders into Megatron chunks, exports them back and saves them; runs on every rank."""
 
+import asyncio
 from pathlib import Path
 
 import torch
@@ -79,11 +80,11 @@ class Place:
         weights = self.weights(model, value_head=False)
         engine = LocalEngine(model.hf_config, model.tokenizer, model.dtype, torch.device("cpu"), batch_size=1)
         engine.transport = PointToPoint(bucket_bytes=10_000)
-        engine.update_weights(weights, version=1)
+        asyncio.run(engine.update_weights(weights, version=1))
         held = dict(on_disk(engine.model.named_parameters()))
         target = engine.target
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            engine.update_weights(weights, version=2)
+            asyncio.run(engine.update_weights(weights, version=2))
         used = {e.name for e in profiler.events() if e.name.startswith("gloo:")}
         return {
             "differing": differences(held, load_file(folder / "model.safetensors")),

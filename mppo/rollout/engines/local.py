@@ -45,8 +45,8 @@ class LocalEngine:
         self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
         self.version: int | None = None
         """Of the weights; None before the first and after a failed update."""
-        self._transport = PointToPoint()
-        self._layout: Layout | None = None
+        self.transport = PointToPoint()
+        self.target: Layout | None = None
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
 
@@ -58,15 +58,15 @@ class LocalEngine:
             raise ModelError(f"the local engine's model has no tensor {', '.join(sorted(unknown))}")
         if missing := parameters.keys() - given.keys():
             raise ModelError(f"the local engine did not receive {', '.join(sorted(missing))}")
-        self._transport.run(weights.plan_for(self._target(weights)), weights, parameters)
+        self.transport.run(weights.plan_for(self._target(weights)), weights, parameters)
         self.version = version
 
     def _target(self, weights: LiveWeights) -> Layout:
         """All tensors, whole, on every rank; made once, since the plan is kept by it."""
-        if self._layout is None:
+        if self.target is None:
             names = {rank: list(weights.layout.tensors) for rank in weights.layout.holdings}
-            self._layout = whole_tensors(weights.layout.tensors, names, self.model.dtype)
-        return self._layout
+            self.target = whole_tensors(weights.layout.tensors, names, self.model.dtype)
+        return self.target
 
     async def close(self) -> None:
         """Nothing is held that the process does not give back."""
