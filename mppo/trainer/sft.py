@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -25,8 +27,14 @@ from mppo.weights.export import export_hf
 from mppo.weights.live_weights import LiveWeights
 from mppo.weights.pretrained import PretrainedModel, open_model
 
-UNREAD = ("rollout", "reward", "algorithm", "critic", "ref")
-"""Sections of the configuration that say nothing to supervised training."""
+UNREAD = (
+    *("rollout", "reward", "algorithm", "critic", "ref"),
+    *(f"actor.{name}" for name in ("policy_loss", "entropy_coeff", "calculate_entropy", "use_kl_loss")),
+    *(f"actor.{name}" for name in ("kl_loss_coef", "kl_loss_type", "old_log_prob_pass")),
+    *(f"trainer.{name}" for name in ("save_freq", "save_hf_freq", "keep_checkpoints", "resume", "resume_changed")),
+    *(f"trainer.{name}" for name in ("test_freq", "val_before_train", "critic_warmup", "samples_per_step")),
+)
+"""Groups and fields of the configuration that say nothing to supervised training."""
 
 
 class SupervisedTrainer:
@@ -112,18 +120,19 @@ def supervised_answer(number: int, prompt: Prompt, model: PretrainedModel, longe
 
 
 def _refuse_unread(config: Config) -> None:
-    """Raise ConfigError for a section that is set and has no effect here."""
-    default = Config()
-    for section in UNREAD:
-        if getattr(config, section) != getattr(default, section):
-            changed = [
-                f.name
-                for f in fields(getattr(default, section))
-                if getattr(getattr(config, section), f.name) != getattr(getattr(default, section), f.name)
-            ]
-            raise ConfigError(
-                f"{section}.{changed[0]} is set but would have no effect: mppo sft generates nothing; unset it"
-            )
+    """Raise ConfigError for a field that is set and has no effect here."""
+    for path in UNREAD:
+        changed = _first_change(attrgetter(path)(config), attrgetter(path)(Config()), path)
+        if changed is not None:
+            raise ConfigError(f"{changed} is set but would have no effect: mppo sft does not read it; unset it")
+
+
+def _first_change(given: Any, default: Any, path: str) -> str | None:
+    """The path of a field that differs, from `path` down."""
+    if not is_dataclass(given):
+        return path if given != default else None
+    below = (_first_change(getattr(given, f.name), getattr(default, f.name), f"{path}.{f.name}") for f in fields(given))
+    return next((found for found in below if found is not None), None)
 
 
 def _world_size() -> int:

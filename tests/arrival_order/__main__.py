@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("--arrivals", type=int, default=50, help="orders of arrival, from 1, 2 and 4 producing ranks")
     parser.add_argument("--json", type=Path, help="write what was found there")
     options = parser.parse_args()
-    found = study(options.layouts, options.arrivals, lambda text: print(text, flush=True))
+    found = study(dict.fromkeys(options.layouts, options.arrivals), lambda text: print(text, flush=True))
     for name, layout in found.items():
         print(
             f"{name}: {layout.differing_bits} differing bits over {layout.arrivals} arrivals;"

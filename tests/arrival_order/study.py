@@ -30,19 +30,19 @@ class Found:
     """The same of the update itself: initial weights against updated ones of one process."""
 
 
-def study(layouts: list[str], arrivals: int, say: Callable[[str], None] = lambda text: None) -> dict[str, Found]:
+def study(arrivals: dict[str, int], say: Callable[[str], None] = lambda text: None) -> dict[str, Found]:
     """Each layout with so many arrivals, from 1, 2 and 4 producing ranks in turn."""
-    drawn = [Arrival.drawn(number, 4) for number in range(arrivals)]
     with tempfile.TemporaryDirectory() as folder:
         say("one process")
         alone = Arrival.drawn(0, 1)
         before, truth = call_on_ranks(updates, 1, ["parallel=single"], [None, alone], Path(folder))[0]
         found = {}
-        for name in layouts:
-            say(f"{name}: {arrivals} arrivals on 4 processes")
+        for name, count in arrivals.items():
+            say(f"{name}: {count} arrivals on 4 processes")
+            drawn = [Arrival.drawn(number, 4) for number in range(count)]
             first, *others = call_on_ranks(updates, 4, list(LAYOUTS[name]), drawn, Path(folder), timeout=1800)[0]
             found[name] = Found(
-                arrivals=arrivals,
+                arrivals=count,
                 differing_bits=sum(first.differing_bits(other) for other in others),
                 error_to_one_process=first.largest_error(truth),
                 change=before.largest_error(truth),

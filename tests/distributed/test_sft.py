@@ -51,6 +51,9 @@ def test_sums_are_learned_from_given_answers(tmp_path):
     ("overrides", "said"),
     [
         (("rollout.n=4",), "rollout.n is set but would have no effect"),
+        (("actor.entropy_coeff=0.1",), "actor.entropy_coeff is set but would have no effect"),
+        (("critic.optim.lr=1e-3",), "critic.optim.lr is set but would have no effect"),
+        (("trainer.save_freq=5",), "trainer.save_freq is set but would have no effect"),
         (("data.max_response_length=1",), "over data.max_response_length=1"),
     ],
 )
