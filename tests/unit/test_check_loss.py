@@ -1,8 +1,6 @@
 """The conformance kit passes every registered loss, and finds what is wrong with broken ones."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -171,14 +169,6 @@ def test_an_error_in_one_part_is_raised_and_leaves_no_other_waiting():
 
     with pytest.raises(ValueError, match="part 1"):
         on_simulated_ranks([0, 1, 2], fail)
-
-
-def test_the_loss_in_the_readme_passes(tmp_path, monkeypatch):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    source = re.search(r"# my_pkg/losses\.py[^\n]*\n(.*?)```", readme, re.DOTALL).group(1)
-    (tmp_path / "losses_of_the_readme.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert all(f.passed for f in examine(policy_loss("losses_of_the_readme:soft_clip", {"width": 0.3})))
 
 
 def test_parts_that_reduce_unequally_do_not_wait_for_ever(monkeypatch):

@@ -79,7 +79,7 @@ def test_the_answer_is_what_the_model_wrote_and_nothing_else():
     assert (judgement.uid, judgement.score, judgement.accuracy) == (TrajectoryId(3, 1), 1.0, 1.0)
 
 
-def test_worker_processes_judge_many_groups_in_order_and_import_only_the_reward():
+def test_worker_processes_judge_many_groups_in_order():
     with rewards("length") as workers:
         groups = [answered("q=", ["a" * (k + i) for i in range(4)], number=k) for k in range(10)]
         for _ in range(2):  # one sample a task at first, then many
@@ -91,10 +91,26 @@ def test_worker_processes_judge_many_groups_in_order_and_import_only_the_reward(
     with rewards("process") as workers:
         ((judgement,),) = judge(workers, answered("q=", ["x"]))
         assert judgement.score != os.getpid()
-        assert judgement.parts == {"torch": 0.0, "children": 1.0}
+        assert judgement.parts["children"] == 1.0
     with rewards("process", workers=0) as workers:
         ((judgement,),) = judge(workers, answered("q=", ["x"]))
         assert judgement.score == os.getpid()
+
+
+def test_worker_processes_import_only_the_reward():
+    script = """
+import asyncio
+import torch
+from mppo.rollout.reward_pool import RewardPool
+from mppo.rollout.rewards import RewardFunction, Sample
+from tests.unit.reward_functions import process
+pool = RewardPool(RewardFunction("mine", process), workers=1, timeout_s=60)
+[outcome] = asyncio.run(pool.call([Sample("q=", "x", "3", {}, (0, 1), (False, True))]))
+pool.close()
+print(outcome.parts)
+"""
+    printed = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert printed == "{'torch': 0.0, 'children': 1.0}\n"
 
 
 def test_parts_and_token_rewards_come_back():
