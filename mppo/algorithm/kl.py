@@ -125,4 +125,6 @@ class KLController:
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coefficient = state["coefficient"]
+        """A fixed coefficient is the configuration's too."""
+        if self.target is not None:
+            self.coefficient = state["coefficient"]

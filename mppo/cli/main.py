@@ -19,7 +19,8 @@ def main(arguments: list[str] | None = None) -> int:
         return options.run(options)
     except MppoError as error:
         if not error.on_every_rank or os.environ.get("RANK", "0") == "0":
-            print(f"mppo: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+            print(f"mppo: {type(error).__name__}: {message}", file=sys.stderr, flush=True)
         return 2
 
 
@@ -79,10 +80,7 @@ def _train(options: argparse.Namespace) -> int:
     if run.topology.rank == 0:
         console = Console()
         print_plan(make_plan(run.spec, int(os.environ["WORLD_SIZE"])), console)
-        prompts = run.rollouts.stream.prompts
-        skipped = f", {prompts.skipped} skipped as too long" if prompts.skipped else ""
-        held_out = f"; data.val: {len(run.rollouts.held_out)}" if run.rollouts.held_out else ""
-        console.print(f"data.train: {len(prompts)} prompts{skipped}{held_out}", highlight=False)
+        console.print(run.data, highlight=False)
     try:
         Trainer(run).train()
     finally:

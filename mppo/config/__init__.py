@@ -65,7 +65,7 @@ class TrainerConfig:
     test_freq: int = 0
     """Validate every so many steps, and after the last; 0: only after the last."""
     save_freq: int = 0
-    """Save a checkpoint every so many steps, and after the last; 0: none."""
+    """Save a checkpoint every so many steps, and after the last; 0: only where a step is refused."""
     critic_warmup: int = 0
     """Training steps at the start that update the critic only."""
     save_hf: bool = True
@@ -80,7 +80,8 @@ class TrainerConfig:
     keep_checkpoints: int | None = None
     """The newest so many stay, older ones are deleted; null: all stay."""
     samples_per_step: int = 4
-    """Generations written to out_dir/samples each step."""
+    """Generations written to out_dir/samples each step, of those that the first rank made; when a step is refused for
+    want of a reward, all that have none."""
 
     def __post_init__(self):
         positive("trainer", total_training_steps=self.total_training_steps, keep_checkpoints=self.keep_checkpoints)

@@ -1,18 +1,20 @@
 """What a field may hold. Each raises ConfigError that names the field."""
 
+import math
+
 from mppo.errors import ConfigError
 
 
 def positive(where: str, **values: int | float | None) -> None:
     for name, value in values.items():
-        if value is not None and not value > 0:  # so that NaN is refused too
-            raise ConfigError(f"{where}.{name} is {value}; it must be greater than 0")
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{where}.{name} is {value}; it must be finite and greater than 0")
 
 
 def not_negative(where: str, **values: int | float | None) -> None:
     for name, value in values.items():
-        if value is not None and not value >= 0:
-            raise ConfigError(f"{where}.{name} is {value}; it must not be negative")
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise ConfigError(f"{where}.{name} is {value}; it must be finite and not negative")
 
 
 def one_of(where: str, value: str, choices: tuple[str, ...]) -> None:

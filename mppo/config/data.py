@@ -100,6 +100,10 @@ class RolloutConfig:
             raise ConfigError(f"rollout.top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k < 0:
             raise ConfigError(f"rollout.top_k is {self.top_k}; 0 means all tokens, otherwise give a number of them")
+        if "" in self.stop:
+            raise ConfigError("rollout.stop has an empty text, which every answer ends with; leave it out")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ConfigError(f"rollout.stop_token_ids is {list(self.stop_token_ids)}; token ids are not negative")
         if self.dtype is not None:
             one_of("rollout.dtype", self.dtype, ("bfloat16", "float32"))
 
@@ -140,7 +144,8 @@ class RewardConfig:
     error_score: float | None = None
     """The score of such an answer, with on_error=score."""
     max_failure_rate: float = 0.5
-    """More failures than this share of the latest 1,000 answers end the run, with on_error=abstain and score."""
+    """More failures than this share of the latest 1,000 answers that a rank judged end the run (of at least 100), with
+    on_error=abstain and score."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     running_normalization: bool = False
     """Subtract the mean and divide by the deviation of all outcomes of the run so far, this step's included."""

@@ -97,6 +97,8 @@ class RecomputeConfig:
             raise ConfigError(f"recompute.method and num_layers: {without}full")
         if self.granularity != "selective" and self.modules != ["core_attn"]:
             raise ConfigError(f"recompute.modules {without}selective")
+        if self.granularity == "selective" and not self.modules:
+            raise ConfigError("recompute.modules is empty; name what is recomputed, or unset recompute.granularity")
 
 
 @dataclass

@@ -6,11 +6,11 @@ Judging runs beside generation: a group is judged while others are still written
 
 import asyncio
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mppo.batch.trajectory import Answer, Judgement, Purpose, Status, Trajectory, TrajectoryId
-from mppo.errors import EngineError, MppoError
+from mppo.errors import MppoError
 from mppo.rollout.agents.session import Agent, Session
 from mppo.rollout.buffer import Buffer
 from mppo.rollout.engines.contract import RolloutEngine, SamplingParams
@@ -19,8 +19,6 @@ from mppo.rollout.prompts import Prompt, PromptStream
 from mppo.rollout.reward_workers import RewardWorkers
 
 T = TypeVar("T")
-GRACE_S = 30.0
-"""Seconds after its deadline in which an engine is to answer that it gave up."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,6 @@ class Asking:
     prompts_per_draw: int = 1
 
 
-@dataclass
-class Loop:
-    """The event loop of a rank, on which all that is asynchronous runs."""
-
-    runner: asyncio.Runner = field(default_factory=asyncio.Runner)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(work)
-
-
 class Collector:
     """Of one rank of `ranks`."""
 
@@ -64,7 +52,8 @@ class Collector:
     ):
         self.engine, self.agent, self.rewards, self.asking = engine, agent, rewards, asking
         self.vocab_size, self.rank, self.ranks = vocab_size, rank, ranks
-        self.loop = Loop()
+        self.loop = asyncio.Runner()
+        """On which all that is asynchronous runs."""
         self.not_judged: list[tuple[Prompt, Trajectory]] = []
         """Answers over whose judgement a step was refused, for somebody to look at."""
 
@@ -105,18 +94,12 @@ class Collector:
         return Group(number, prompt, tuple(await self._judged(prompt, trajectories)))
 
     async def _answer(self, number: int, sample: int, prompt: Prompt, purpose: Purpose) -> list[Trajectory]:
-        """What the agent makes of one sample. Raises EngineError where the engine does not even give up in time."""
+        """What the agent makes of one sample."""
         asking = self.asking
         params = asking.sampling if purpose == Purpose.SAMPLE else asking.greedy
         uid = TrajectoryId(number, sample)
         session = Session(self.engine, uid, params, asking.run_seed, asking.timeout_s, purpose)
-        try:
-            async with asyncio.timeout(asking.timeout_s + GRACE_S):
-                trajectories = await self.agent(prompt, session)
-        except TimeoutError as error:
-            raise EngineError(
-                f"no answer to {uid} within rollout.timeout_s={asking.timeout_s:g} and {GRACE_S:g} seconds more"
-            ) from error
+        trajectories = await self.agent(prompt, session)
         for trajectory in trajectories:
             trajectory.validate(self.vocab_size)
         return trajectories
@@ -136,9 +119,11 @@ class Collector:
 
     def close(self) -> None:
         """End the worker processes of rewards and what the engine holds."""
-        self.loop.run(self.engine.close())
-        self.rewards.close()
-        self.loop.runner.close()
+        try:
+            self.loop.run(self.engine.close())
+        finally:
+            self.rewards.close()
+            self.loop.close()
 
 
 async def together(*work: Coroutine[Any, Any, T]) -> list[T]:

@@ -22,6 +22,9 @@ class PromptSet(Sequence[Prompt]):
         self._rows, self._reader = rows, reader
         self._usable = array("q", (number for number in range(len(rows)) if number not in overlong))
 
+    def __str__(self) -> str:
+        return f"{len(self)} prompts" + (f", {self.skipped} skipped as too long" if self.skipped else "")
+
     def __len__(self) -> int:
         return len(self._usable)
 

@@ -48,14 +48,6 @@ class RewardPool:
         outcomes = await asyncio.gather(*(self._each(task) for task in tasks))
         return [outcome for task in outcomes for outcome in task]
 
-    def start(self) -> None:
-        """Start the workers, which otherwise happens with the first call."""
-        if self._pool is None:
-            context = _fork_server()
-            self._pool = ProcessPool(
-                self.workers, initializer=prepare_worker, initargs=[self.function], context=context
-            )
-
     def close(self) -> None:
         """End the workers, whatever they do."""
         if self._pool is not None:

@@ -53,11 +53,6 @@ class RewardWorkers:
         counts, self._counts = self._counts, Counter()
         return {f"reward/{name}": counts[name] for name in ("samples", "failures", "timeouts")}
 
-    def start(self) -> None:
-        """Start the worker processes; otherwise they start with the first group."""
-        if self._pool is not None:
-            self._pool.start()
-
     def close(self) -> None:
         """End the worker processes."""
         if self._pool is not None:

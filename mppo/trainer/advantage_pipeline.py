@@ -43,8 +43,8 @@ class AdvantagePipeline:
         batch = self._shape(batch)
         batch = self._penalise(batch)
         inputs = estimator_inputs(batch, self.reduction)
+        result = self.spec.estimator(inputs)
         with fail_together():
-            result = self.spec.estimator(inputs)
             self.spec.estimator.check_finite(result, inputs)
         batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
         self.metrics.update(numbers(reduced(batch_statistics(batch.packed), self.reduction)))

@@ -52,6 +52,7 @@ def assemble(config: Config) -> Run:
         roles=roles,
         rollouts=_rollouts(spec, model, roles.actor, train, held_out, topology),
         records=kept_records,
+        data=in_words(train, held_out),
     )
 
 
@@ -63,6 +64,11 @@ def read_prompts(config: Config, model: PretrainedModel) -> tuple[PromptSet, Pro
 
     val = config.data.val
     return read(config.data.train, "data.train"), read(val, "data.val") if val.given else None
+
+
+def in_words(train: PromptSet, held_out: PromptSet | None) -> str:
+    """How many prompts there are, and how many were skipped."""
+    return f"data.train: {train}" + (f"; data.val: {held_out}" if held_out is not None else "")
 
 
 def _roles(spec: RunSpec, model: PretrainedModel, critic: PretrainedModel | None, topology: Topology) -> Roles:

@@ -24,6 +24,11 @@ def refuse_contradictions(
             f"reward: {estimator.name} compares with the greedy answer's own reward, which is not shaped;"
             " unset overlong_buffer, running_normalization and clip"
         )
+    if estimator.reward_keys and config.reward.on_error == "score":
+        raise ConfigError(
+            f"reward.on_error=score gives an answer one number, and {estimator.name} reads parts of the reward; use"
+            " abstain"
+        )
 
 
 def _refuse_idle_correction(config: Config, correction: RolloutCorrectionConfig, actor: UpdateSettings) -> None:
@@ -62,8 +67,11 @@ def _refuse_what_needs_the_old_pass(config: Config, estimator: Estimator) -> Non
         raise ConfigError(f"algorithm.kl_penalty=full {skipped}; use a sampled form")
 
 
-def find_warnings(config: Config, estimator: Estimator, roles: list[UpdateSettings], sizes: Sizes) -> list[str]:
-    """What a user might not have meant. `roles` are the actor's settings and, where there is one, the critic's."""
+def find_warnings(config: Config, estimator: Estimator | None, roles: list[UpdateSettings], sizes: Sizes) -> list[str]:
+    """What a user might not have meant.
+
+    `roles` are the actor's settings and, where there is one, the critic's; without an `estimator` answers are given.
+    """
     return [
         warning
         for warning in (
@@ -109,8 +117,8 @@ def _mini_batch_over_batch(config: Config) -> str | None:
     )
 
 
-def _groups_of_one(config: Config, estimator: Estimator) -> str | None:
-    if not estimator.traits.groups or config.rollout.n > 1:
+def _groups_of_one(config: Config, estimator: Estimator | None) -> str | None:
+    if estimator is None or not estimator.traits.groups or config.rollout.n > 1:
         return None
     return f"{estimator.name} with rollout.n=1 has groups of one, whose advantage is their raw score"
 

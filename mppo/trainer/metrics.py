@@ -52,12 +52,13 @@ def trajectory_metrics(table: TrajectoryTable, weight_version: int) -> dict[str,
         given = [summary.parts[name] for summary in summaries if name in summary.parts]
         statistics[f"reward/part/{name}"] = mean(*_all(given))
     statistics["rollout/truncated_share"] = mean(*_all(table.truncated))
-    oldest = min((s.oldest_version for s in summaries if s.oldest_version is not None), default=weight_version)
-    behind = sum(s.actions * (weight_version - s.mean_version) for s in summaries)
+    told = [s for s in summaries if s.oldest_version is not None]
+    oldest = min((s.oldest_version for s in told), default=weight_version)
+    behind = sum(s.actions * (weight_version - s.mean_version) for s in told)
     return numbers(statistics) | {
         "reward/abstained": float(table.left_out.abstained),
         "rollout/aborted": float(table.left_out.aborted),
-        "rollout/staleness/mean": behind / max(sum(table.actions), 1),
+        "rollout/staleness/mean": behind / max(sum(s.actions for s in told), 1),
         "rollout/staleness/max": float(weight_version - oldest),
         "batch/tokens": float(sum(table.lengths)),
         "batch/trajectories": float(count),

@@ -89,7 +89,7 @@ class Reporter(SilentReporter):
         self.pending: list[SampleLine] = []
 
     def start(self, first_step: int) -> None:
-        """Open the files; what they hold of steps after `first_step` is superseded and moved aside, not lost."""
+        """Open the files; what metrics.jsonl holds of steps after `first_step` is moved to metrics.superseded.jsonl."""
         self._set_aside(first_step)
         self.log = open(self.out / "train.log", "a", buffering=1)  # noqa: SIM115  (closed in finish)
         self.jsonl = open(self.out / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
@@ -105,11 +105,14 @@ class Reporter(SilentReporter):
         path = self.out / "metrics.jsonl"
         if not path.is_file():
             return
-        lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if first_step and line.endswith("\n") and json.loads(line)["step"] <= first_step]
+        kept: list[str] = []
+        superseded: list[str] = []
+        for line in path.read_text().splitlines(keepends=True):
+            goes_on = first_step and line.endswith("\n") and json.loads(line)["step"] <= first_step
+            (kept if goes_on else superseded).append(line)
         path.write_text("".join(kept))
-        with open(self.out / "metrics.superseded.jsonl", "a") as superseded:
-            superseded.writelines(line for line in lines if line not in kept)
+        with open(self.out / "metrics.superseded.jsonl", "a") as file:
+            file.writelines(superseded)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self._record(step, metrics)

@@ -64,3 +64,5 @@ class Run:
     roles: Roles
     rollouts: Rollouts
     records: Records
+    data: str
+    """What was read, in words."""

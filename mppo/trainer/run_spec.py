@@ -148,8 +148,8 @@ class RunSpec:
         }
 
 
-def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
-    """Decide everything that follows from the configuration alone.
+def make_run_spec(config: Config, data_parallel_size: int, supervised: bool = False) -> RunSpec:
+    """Decide everything that follows from the configuration alone, for training by advantages or on given answers.
 
     Raises ConfigError for an unknown name, a knob the chosen plugin does not read, a field that would have no
     effect, and, with `strict`, for what is otherwise a warning.
@@ -164,6 +164,7 @@ def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
     _check_names(config, actor)
     refuse_contradictions(config, estimator, correction, actor)
     roles = [settings for settings in (actor, critic) if settings is not None]
+    sizes = Sizes.of(config.parallel, data_parallel_size)
     spec = RunSpec(
         config=config,
         data_parallel_size=data_parallel_size,
@@ -175,7 +176,7 @@ def make_run_spec(config: Config, data_parallel_size: int) -> RunSpec:
         actor=actor,
         critic=critic,
         critic_parallel=config.critic.parallel.within(config.parallel) if critic else None,
-        warnings=find_warnings(config, estimator, roles, Sizes.of(config.parallel, data_parallel_size)),
+        warnings=find_warnings(config, None if supervised else estimator, roles, sizes),
     )
     refuse_unread(config, spec.facts)
     if config.strict and spec.warnings:

@@ -18,9 +18,10 @@ from mppo.megatron.head import PolicyHead
 from mppo.megatron.objectives import LogProbPass, SupervisedObjective
 from mppo.megatron.topology import Topology
 from mppo.rollout.prompts import Prompt, PromptStream
-from mppo.trainer.assemble import build_actor, read_prompts, records
+from mppo.trainer.assemble import build_actor, in_words, read_prompts, records
 from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
 from mppo.trainer.metrics import MeanOverUpdates
+from mppo.trainer.model_checks import check_models
 from mppo.trainer.redistribution import balanced_mini_batches, distribute
 from mppo.trainer.run_spec import RunSpec, make_run_spec
 from mppo.weights.export import export_hf
@@ -42,9 +43,12 @@ class SupervisedTrainer:
 
     def __init__(self, config: Config):
         _refuse_unread(config)
-        self.spec: RunSpec = make_run_spec(config, topology.data_parallel_size(config.parallel, _world_size()))
+        replicas = topology.data_parallel_size(config.parallel, _world_size())
+        self.spec: RunSpec = make_run_spec(config, replicas, supervised=True)
         self.config, self.model = config, open_model(config.model, config.trainer.seed)
+        check_models(self.spec, self.model.config, None)
         train, self.held_out = read_prompts(config, self.model)
+        self.data = in_words(train, self.held_out)
         self.topology: Topology = topology.initialize(config.parallel, config.trainer.seed)
         self.actor = build_actor(self.spec, self.model, self.topology)
         self.head = PolicyHead(self.model.config.vocab_size, 1.0, self.topology.tp_group)
@@ -55,6 +59,8 @@ class SupervisedTrainer:
         """Run to the last step; returns the mean loss of a token of the held-out answers, or of the last batch."""
         trainer, reporter = self.config.trainer, self.records.reporter
         reporter.start(0)
+        for line in (*self.spec.warnings, self.data):
+            reporter.note(line)
         loss = 0.0
         for step in range(trainer.total_training_steps):
             metrics = self.train_step(step)

@@ -24,7 +24,6 @@ from mppo.megatron.collectives import (
 from mppo.megatron.objectives import LogProbPass, PolicyObjective, ReferencePass, ValueObjective, ValuePass
 from mppo.megatron.random_state import RandomState
 from mppo.rollout.buffer import Taken
-from mppo.rollout.prompts import Prompt
 from mppo.rollout.reward_workers import check_parts
 from mppo.trainer.advantage_pipeline import AdvantagePipeline
 from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
@@ -118,7 +117,8 @@ class Trainer:
     def train(self) -> dict[str, float]:
         """Run to the last step; returns the accuracy on held-out prompts before and after (`before`, `after`).
 
-        When a step is refused before its updates (a reward that raises, say), what was trained is saved first.
+        When a step is refused before its updates, or a validation (a reward that raises, say), what was trained is
+        saved first.
         """
         settings, records = self.config.trainer, self.run.records
         resumed = self.restore()
@@ -138,10 +138,12 @@ class Trainer:
                 self.save()
             if self._due(settings.save_hf_freq):
                 self.export(f"hf_step_{done:06d}")
-            if self.run.rollouts.held_out and (done == total or self._due(settings.test_freq)):
-                accuracies["after"] = self.validate()
+            if self.run.rollouts.held_out and done < total and self._due(settings.test_freq):
+                self.validate()
         if settings.save_hf:
             self.export("hf")
+        if self.run.rollouts.held_out:
+            accuracies["after"] = self.validate()
         records.reporter.finish(accuracies)
         return accuracies
 
@@ -177,17 +179,23 @@ class Trainer:
         groups = self.run.rollouts.buffer.snapshot()
         try:
             yield
-        except MppoError:  # which all ranks raise; what one of them raises alone ends them as it is
+        except MppoError as error:  # which all ranks raise; what one of them raises alone ends them as it is
             for name, state in self.settled.items():
                 state.load_state_dict(before[name])
             self.run.rollouts.buffer.put_back(groups)
-            self.save()
-            answers = [
-                (prompt, Answer(t, Judgement(t.uid, None))) for prompt, t in self.run.rollouts.collector.not_judged
-            ]
-            self._show(answers)
+            self._write_not_judged()
+            try:
+                self.save()
+            except MppoError as second:
+                error.add_note(f"and what was trained could not be saved: {second}")
             self.run.records.reporter.close()
             raise
+
+    def _write_not_judged(self) -> None:
+        """All answers, of all ranks, over whose judgement the step is refused."""
+        tokenizer, not_judged = self.run.model.tokenizer, self.run.rollouts.collector.not_judged
+        mine = [SampleLine.of(Answer(t, Judgement(t.uid, None)), prompt, tokenizer) for prompt, t in not_judged]
+        self.run.records.reporter.samples([line for lines in gather_from_all(mine) for line in lines])
 
     @named_step
     def sample(self) -> Taken:
@@ -214,17 +222,14 @@ class Trainer:
     @named_step
     def reward(self, taken: Taken) -> list[Answer]:
         """Step 2: look at the judgements, which were made beside generation, and write some of the samples down."""
-        self._show([(group.prompt, answer) for group in taken.groups for answer in group.samples])
+        samples = [(answer, group.prompt) for group in taken.groups for answer in group.samples]
+        shown = samples[: self.config.trainer.samples_per_step]
+        self.run.records.reporter.samples([SampleLine.of(a, p, self.run.model.tokenizer) for a, p in shown])
         self.metrics |= sum_over_ranks(self.run.rollouts.collector.rewards.take_counts())
         with fail_together():
             for group in taken.groups:
                 check_parts(group.samples, self.spec.estimator.reward_keys)
         return [answer for group in taken.groups for answer in group.answers]
-
-    def _show(self, answers: list[tuple[Prompt, Answer]]) -> None:
-        """Write the first of them down."""
-        shown = answers[: self.config.trainer.samples_per_step]
-        self.run.records.reporter.samples([SampleLine.of(a, p, self.run.model.tokenizer) for p, a in shown])
 
     @named_step
     def balance(self, answers: list[Answer]) -> StepBatch:
@@ -363,7 +368,7 @@ class Trainer:
     @named_step
     def validate(self) -> float:
         """Answer the held-out prompts greedily; returns the mean accuracy, the same on every rank."""
-        with fail_together():
+        with self._refusable(), fail_together():
             answers = self.run.rollouts.collector.validate(self.run.rollouts.held_out)
         self.run.rollouts.collector.rewards.take_counts()  # which are those of training steps
         mine = [(a.judgement.accuracy, a.judgement.total_reward) for a in answers]

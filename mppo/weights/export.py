@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,7 +125,9 @@ def _write_rest(files: list[WeightFile], layout: Layout, model: PretrainedModel,
             "weight_map": {name: file.name for file in files for name in file.tensors},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    model.hf_config.save_pretrained(folder)
+    hf_config = deepcopy(model.hf_config)
+    hf_config.dtype = model.dtype  # which transformers loads it in
+    hf_config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)

@@ -28,6 +28,8 @@ def load(
     `source` but not in the table: nothing of a model is silently left out.
     """
     _check_tensors(_rows_of_folder(architecture, model, value_head, zero_value_head), architecture, model, source)
+    if model.tie_word_embeddings and not value_head and "lm_head.weight" in source:
+        _check_head_is_tied(model, source)
     for parameter in local_parameters(chunks, architecture, value_head):
         if parameter.table == VALUE_HEAD and zero_value_head:
             parameter.tensor.zero_()
@@ -67,4 +69,14 @@ def _check_tensors(rows: tuple[Parameter, ...], architecture: Architecture, mode
         raise ModelError(
             f"the model has tensors that the table of {architecture.hf_name} does not know, {unknown[0]} the first"
             f" of {len(unknown)}; a feature of it would be lost"
+        )
+
+
+def _check_head_is_tied(model: ModelConfig, source: TensorSource) -> None:
+    """A folder may hold the output layer beside the embedding that it is."""
+    embedding, head = (source.read(n, 0, 0, model.vocab_size) for n in ("model.embed_tokens.weight", "lm_head.weight"))
+    if not torch.equal(embedding, head):
+        raise ModelError(
+            "config.json says tie_word_embeddings, but lm_head.weight is another tensor than the embedding; set that"
+            " to false, or leave lm_head.weight out"
         )

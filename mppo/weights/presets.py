@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
@@ -50,7 +51,10 @@ def _configured(of: type[PreTrainedConfig], fields: dict[str, Any], options: dic
         if not hasattr(of(), name):
             what = of.__name__.removesuffix("Config")
             raise ConfigError(f"model.preset_options.{name} is not a field of a {what} configuration")
-    return of(**{**fields, **options})
+    try:
+        return of(**{**fields, **options})
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(f"model.preset_options: {error}") from error
 
 
 def _character_tokenizer() -> PreTrainedTokenizerFast:

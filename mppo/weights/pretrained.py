@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from mppo.config import CriticConfig, ModelSource
@@ -137,5 +138,5 @@ def read_hf_config(path: str, field: str) -> Any:
         raise ModelError(f"{field}={path}: no config.json in this folder; is it a Hugging Face model folder?")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ModelError(f"{field}={path}: config.json cannot be read: {error}") from error

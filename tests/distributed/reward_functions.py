@@ -26,3 +26,10 @@ def good_at_first(sample: Sample) -> float:
     if sample.prompt_number >= 8:
         raise RuntimeError("no more")
     return 1.0
+
+
+def good_in_training(sample: Sample) -> float:
+    """Refuses validation: held-out prompts that have larger numbers than those of three steps of eight prompts."""
+    if sample.prompt_number >= 24:
+        raise RuntimeError("not that one")
+    return 1.0

@@ -240,14 +240,23 @@ def test_what_was_trained_is_saved_when_a_step_is_refused(tmp_path):
     overrides += ("trainer.val_before_train=false",)
     assert "raised RuntimeError" in train_refused("class", 2, tmp_path, *overrides)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_000001"
-    assert (tmp_path / "samples" / "pending.jsonl").is_file()
+    lines = [json.loads(line) for line in (tmp_path / "samples" / "pending.jsonl").read_text().splitlines()]
+    assert len(lines) >= 8 and len(lines) % 4 == 0, "all answers of a group at least of each rank"
+
+
+def test_what_was_trained_is_saved_and_exported_when_a_validation_is_refused(tmp_path):
+    overrides = (*SHORT, *layout(1, 1), "reward.function=tests.distributed.reward_functions:good_in_training")
+    overrides += ("trainer.val_before_train=false",)
+    assert "raised RuntimeError" in train_refused("class", 2, tmp_path, *overrides)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_000003"
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
 def test_the_trained_model_is_left_as_a_hugging_face_folder(learned):
     config = AutoConfig.from_pretrained(learned.out_dir / "hf")
     model = AutoModelForCausalLM.from_pretrained(learned.out_dir / "hf")
     tokenizer = AutoTokenizer.from_pretrained(learned.out_dir / "hf")
-    assert config.hidden_size == 64
+    assert (config.hidden_size, config.dtype, model.dtype) == (64, torch.float32, torch.float32)
     for asked, belongs in (("d:", str.isdigit), ("l:", str.isalpha)):
         prompt = torch.tensor([tokenizer(asked)["input_ids"]])
         answer = tokenizer.decode(model.generate(prompt, max_new_tokens=8, do_sample=False)[0, 2:])

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from mppo.batch.trajectory import Purpose, Status, TrajectoryId
+from mppo.batch.trajectory import Purpose, Span, Status, TrajectoryId
 from mppo.config import DataConfig, PromptSource, RewardConfig
 from mppo.errors import EngineError
-from mppo.rollout import collector as collecting
+from mppo.rollout.agents import session
 from mppo.rollout.agents.single_turn import single_turn
 from mppo.rollout.buffer import Buffer
 from mppo.rollout.collector import Asking, Collector, together
-from mppo.rollout.engines.contract import SamplingParams
+from mppo.rollout.engines.contract import Completion, SamplingParams
 from mppo.rollout.prompts import PromptStream, load_prompts
 from mppo.rollout.reward_workers import RewardWorkers
 from mppo.rollout.tasks import reward_function
@@ -109,13 +109,31 @@ def test_what_an_engine_raises_is_raised_as_it_is():
         collected(small_engine())
 
 
-def test_an_agent_that_never_ends_is_named(engine, monkeypatch):
-    async def never(prompt, session):
+def test_an_engine_that_never_answers_is_named(engine, monkeypatch):
+    async def never(request):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(collecting, "GRACE_S", 0.05)
+    monkeypatch.setattr(session, "GRACE_S", 0.05)
+    monkeypatch.setattr(engine, "generate", never)
     with pytest.raises(EngineError, match=r"no answer to prompt \d, sample \d within rollout.timeout_s=0.05"):
-        collected(engine, asking=replace(ASKING, timeout_s=0.05), agent=never)
+        collected(engine, asking=replace(ASKING, timeout_s=0.05))
+
+
+def test_an_agent_may_take_longer_than_each_of_its_calls(engine, monkeypatch):
+    async def slow(prompt, asked):
+        for turn in range(3):
+            await asyncio.sleep(0.1)
+            completion = await asked.complete(prompt.token_ids, turn=turn)
+        return [asked.trajectory(prompt.token_ids, completion)]
+
+    monkeypatch.setattr(session, "GRACE_S", 0.0)
+    monkeypatch.setattr(engine, "generate", answer_at_once)
+    groups = collected(engine, asking=replace(ASKING, timeout_s=0.2), agent=slow)
+    assert [answer.trajectory.action_ids for answer in groups[0].answers] == [[1, 2]] * 2
+
+
+async def answer_at_once(request):
+    return Completion((1, 2), (-0.5, -0.5), (Span(0, 2, 0),), Status.FINISHED)
 
 
 def test_the_first_error_ends_what_runs_beside_it():

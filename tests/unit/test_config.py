@@ -9,7 +9,9 @@ from mppo.algorithm.policy_losses import TokenLosses
 from mppo.cli.compose import default_config_dir, load_config
 from mppo.config import Config
 from mppo.errors import ConfigError
+from mppo.trainer.model_checks import check_models
 from mppo.trainer.run_spec import Anchor, make_run_spec
+from mppo.weights.pretrained import read_model_config
 
 pytestmark = pytest.mark.unit
 
@@ -67,6 +69,11 @@ def test_clip_ratio_sets_both_sides_unless_a_side_is_given():
         ("rollout.top_p=0", "rollout.top_p is 0"),
         ("actor.optim.min_lr=1e-7", "optim.min_lr has no effect"),
         ("actor.optim.lr=nan", "optim.lr is nan"),
+        ("actor.optim.lr=inf", "optim.lr is inf"),
+        ("actor.optim.clip_grad=inf", "optim.clip_grad is inf"),
+        ("rollout.stop=['']", "rollout.stop has an empty text"),
+        ("rollout.stop_token_ids=[-5]", "rollout.stop_token_ids is [-5]"),
+        ("model.recompute={granularity: selective, modules: []}", "recompute.modules is empty"),
         ("actor.optim.weight_decay=-1", "optim.weight_decay is -1"),
         ("actor.optim.adam_beta1=2", "optim.adam_beta1 is 2"),
         ("actor.optim.lr_warmup_steps=-1", "optim.lr_warmup_steps is -1"),
@@ -109,6 +116,41 @@ def test_a_contradiction_is_named_when_the_configuration_is_resolved(override, n
     with pytest.raises(ConfigError) as caught:
         make_run_spec(config_with(override), data_parallel_size=1)
     assert named in str(caught.value)
+
+
+def test_one_number_is_no_parts_of_a_reward():
+    parts = ["algorithm.adv_estimator=gdpo", "algorithm.adv_options={gdpo_reward_keys: [right]}"]
+    with pytest.raises(ConfigError, match="reward.on_error=score .* gdpo reads parts"):
+        make_run_spec(config_with(*parts, "reward.on_error=score", "reward.error_score=0"), data_parallel_size=1)
+
+
+def test_groups_of_one_are_nothing_to_warn_of_where_answers_are_given():
+    one = config_with("rollout.n=1", "strict=true")
+    with pytest.raises(ConfigError, match="groups of one"):
+        make_run_spec(one, data_parallel_size=1)
+    assert make_run_spec(one, data_parallel_size=1, supervised=True).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.recompute={granularity: full, num_layers: 3}", "model.recompute.num_layers=3 does not divide the 2"),
+        ("model.recompute={granularity: selective, modules: [moe]}", "model.recompute.modules names moe"),
+        ("rollout.stop_token_ids=[99999]", "rollout.stop_token_ids names 99999"),
+        ("data.max_response_length=9999", "positions for"),
+    ],
+)
+def test_what_the_model_has_no_place_for(override, named):
+    config = config_with("model.preset=char", override)
+    model = read_model_config(config.model)
+    with pytest.raises(ConfigError, match=named):
+        check_models(make_run_spec(config, data_parallel_size=1), model, None)
+
+
+@pytest.mark.parametrize("options", ["{num_attention_heads: 3}", "{hidden_size: wide}"])
+def test_options_that_make_no_model(options):
+    with pytest.raises(ConfigError, match="model.preset_options: "):
+        read_model_config(config_with("model.preset=char", f"model.preset_options={options}").model)
 
 
 def test_a_missing_micro_batch_limit_is_named():

@@ -153,6 +153,12 @@ def test_a_fixed_coefficient_stays():
     assert controller.coefficient == 0.001
 
 
+def test_a_run_that_goes_on_with_another_fixed_coefficient_takes_it():
+    controller = KLController(0.5)
+    controller.load_state_dict(KLController(0.001).state_dict())
+    assert controller.coefficient == 0.5
+
+
 def test_a_controller_is_put_back():
     controller = KLController(0.1, target=0.05, horizon=100)
     before = controller.state_dict()

@@ -75,6 +75,18 @@ def test_an_answer_does_not_depend_on_the_batch_it_is_in(engine, params):
         assert alone.log_probs == pytest.approx(answer.log_probs, abs=1e-5)
 
 
+def test_nothing_is_written_for_those_who_gave_up(engine, reads):
+    async def give_up():
+        tasks = [asyncio.ensure_future(engine.generate(one)) for one in requests(SAMPLED)]
+        await asyncio.sleep(0)
+        for task in tasks[:-1]:
+            task.cancel()
+        return await tasks[-1]
+
+    assert asyncio.run(give_up()).token_ids
+    assert [batch for batch, _ in reads] == [1] * len(reads)
+
+
 def test_requests_that_are_sampled_differently_wait_together(engine):
     """Those of one batch are sampled alike, so these are answered in several."""
     asked = [

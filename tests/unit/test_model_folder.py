@@ -90,6 +90,23 @@ def test_experts_have_the_names_and_values_that_transformers_writes(tmp_path):
         assert torch.equal(found[name], tensor), name
 
 
+def test_an_output_layer_beside_the_embedding_that_it_is_said_to_be(tmp_path):
+    folder = write_model("llama-tied", tmp_path)
+    change_tensors(folder, lambda x: x.update({"lm_head.weight": x["model.embed_tokens.weight"].clone()}))
+    model = opened(folder)
+    load([], model.architecture, model.config, model.source, topology=None)
+    change_tensors(folder, lambda x: x["lm_head.weight"].add_(1))
+    model = opened(folder)
+    with pytest.raises(ModelError, match="lm_head.weight is another tensor than the embedding"):
+        load([], model.architecture, model.config, model.source, topology=None)
+
+
+def test_numbers_that_make_no_model(folder):
+    change_config(folder, num_attention_heads=3)
+    with pytest.raises(ModelError, match="config.json cannot be read"):
+        opened(folder)
+
+
 def open_critic_of(actor, **fields):
     return open_critic(CriticConfig(**fields), actor)
 

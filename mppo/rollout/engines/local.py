@@ -84,7 +84,7 @@ class LocalEngine:
     async def _work(self) -> None:
         """Answer batch after batch until nobody waits."""
         await asyncio.sleep(0)  # whoever is about to ask as well has asked after this
-        while self._waiting:
+        while self._still_waiting():
             batch = self._next_batch()
             try:
                 completions = await asyncio.to_thread(self._complete, batch)
@@ -96,6 +96,11 @@ class LocalEngine:
                 for waiting, completion in zip(batch, completions, strict=True):
                     if not waiting.answer.done():
                         waiting.answer.set_result(completion)
+
+    def _still_waiting(self) -> list[_Waiting]:
+        """Without those whose askers gave up."""
+        self._waiting = [w for w in self._waiting if not w.answer.done()]
+        return self._waiting
 
     def _next_batch(self) -> list[_Waiting]:
         """Those of similar length together, and of one group; all of a batch are sampled alike."""
@@ -126,6 +131,8 @@ class LocalEngine:
             stopped_at = torch.where(stops & (stopped_at == 0), step + 1, stopped_at)
             late_at = torch.where((deadlines < monotonic()) & (late_at == 0), step + 1, late_at)
             if bool(((stopped_at.cpu() > 0) | (late_at > 0)).all()) or step + 1 == params.max_new_tokens:
+                break
+            if all(w.answer.done() for w in batch):  # nobody waits for it
                 break
             positions = positions + 1
             attention = torch.cat([attention, attention.new_ones(len(batch), 1)], 1)
