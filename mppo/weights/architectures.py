@@ -160,6 +160,7 @@ class Architecture:
         _refuse(hf, "attention_bias", False, "a bias on attention projections")
         _refuse(hf, "mlp_bias", False, "a bias on feed-forward layers")
         _refuse(hf, "use_sliding_window", False, "sliding-window attention")
+        _refuse(hf, "attention_dropout", 0.0, "dropout")
         _refuse(hf, "hidden_act", "silu", "another activation than silu")
         rope_theta, rope_scaling = _rope(hf)
         experts = _experts(hf) if self.experts else {}

@@ -37,6 +37,8 @@ class SafetensorsFolder:
         for file in files:
             handle = safe_open(file, framework="pt")
             for name in handle.keys():  # noqa: SIM118  (safe_open is no mapping)
+                if name in self._open:
+                    raise ModelError(f"{self.folder}: two files hold {name}, {file.name} the second; remove one")
                 self._open[name] = handle
 
     def __contains__(self, name: str) -> bool:

@@ -101,6 +101,12 @@ def test_an_output_layer_beside_the_embedding_that_it_is_said_to_be(tmp_path):
         load([], model.architecture, model.config, model.source, topology=None)
 
 
+def test_a_tensor_in_two_files(folder):
+    save_file(load_file(folder / "model.safetensors"), folder / "old.safetensors")
+    with pytest.raises(ModelError, match="two files hold .*, old.safetensors the second"):
+        opened(folder)
+
+
 def test_numbers_that_make_no_model(folder):
     change_config(folder, num_attention_heads=3)
     with pytest.raises(ModelError, match="config.json cannot be read"):
@@ -188,6 +194,7 @@ def test_an_unsupported_architecture(folder):
 @pytest.mark.parametrize(
     "feature",
     [
+        {"attention_dropout": 0.1},
         {"attention_bias": True},
         {"mlp_bias": True},
         {"hidden_act": "gelu"},
