@@ -79,15 +79,15 @@ class ReplicaLimit:
         """How much of it a trajectory of `length` tokens takes up."""
         return length if self.per_gpu.trajectories is None else 1
 
-    def check(self, index: int, length: int) -> None:
-        """Raise DataError that names the trajectory `index`, of `length` padded tokens, if no micro-batch has room."""
+    def check(self, trajectory: str, length: int) -> None:
+        """Raise DataError that names the trajectory, of `length` padded tokens, if no micro-batch has room."""
         if self.tokens is None or length <= self.tokens:
             return
         gpus, multiple = self.context_parallel_size, self.token_multiple
         of_gpus = f" of {gpus} context-parallel GPUs, padding included" if gpus > 1 else ""
         needed = -(-length // (gpus * multiple)) * multiple
         raise DataError(
-            f"trajectory {index} has {length} tokens, over the micro-batch budget of {self.tokens}{of_gpus};"
+            f"{trajectory} has {length} tokens, over the micro-batch budget of {self.tokens}{of_gpus};"
             f" raise {self.per_gpu.field} from {self.per_gpu.tokens} to {needed} or more"
         )
 
@@ -149,7 +149,7 @@ def plan_micro_batches(
     Raises DataError that names a trajectory longer than the token limit, on every rank alike.
     """
     for index in (i for part in parts for i in part):
-        limit.check(index, lengths[index])
+        limit.check(f"trajectory {index}", lengths[index])
     longest_first = [sorted(part, key=lambda i: (-lengths[i], i)) for part in parts]
     fewest = [_pack(part, lengths, limit) for part in longest_first]
     needed = max((len(micro_batches) for micro_batches in fewest), default=1)

@@ -131,10 +131,10 @@ def context_part(piece: PackedBatch, topology: Topology) -> PackedBatch:
 def check_budgets(table: TrajectoryTable, limits: list[MicroBatchLimit], topology: Topology) -> None:
     """Raise DataError, on every rank alike and before any pass, for a trajectory that no micro-batch has room for."""
     of_replica = [topology.replica_limit(limit) for limit in limits]
-    for index, length in enumerate(table.lengths):
-        padded = topology.padded_length(length)
+    for summary in table.summaries:
+        padded = topology.padded_length(summary.length)
         for limit in of_replica:
-            limit.check(index, padded)
+            limit.check(str(summary.uid), padded)
 
 
 def cut_mini_batch(

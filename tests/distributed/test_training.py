@@ -211,7 +211,7 @@ def test_a_token_budget_is_hard_and_names_what_breaks_it(tmp_path):
     run = train("class", 2, tmp_path / "fits", *overrides, "actor.ppo_max_token_len_per_gpu=25")
     assert len(run.column("actor/loss")) == 3
     output = train_refused("class", 2, tmp_path / "not", *overrides, "actor.ppo_max_token_len_per_gpu=9")
-    assert "trajectory 0 has 10 tokens, over the micro-batch budget of 9" in output
+    assert "prompt 0, sample 0 has 10 tokens, over the micro-batch budget of 9" in output
 
 
 @pytest.mark.quick
