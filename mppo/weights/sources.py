@@ -33,7 +33,7 @@ class SafetensorsFolder:
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{self.folder}: no *.safetensors files in this model folder")
-        self._open = {}
+        self._open: dict[str, Any] = {}
         for file in files:
             handle = safe_open(file, framework="pt")
             for name in handle.keys():  # noqa: SIM118  (safe_open is no mapping)
