@@ -271,13 +271,13 @@ def test_a_limit_per_gpu_holds_after_slices_are_padded_and_the_error_says_what_w
     limit = MicroBatchLimit(tokens=per_gpu).of_replica(cp, multiple)
     assert limit.tokens == 0 or padded_slice(limit.tokens) <= per_gpu < padded_slice(limit.tokens + 1)
     if padded_slice(length) <= per_gpu:
-        limit.check(0, length)
+        limit.check("trajectory 0", length)
         return
     with pytest.raises(DataError) as caught:
-        limit.check(0, length)
+        limit.check("trajectory 0", length)
     needed = int(str(caught.value).rpartition(" to ")[2].removesuffix(" or more"))
     assert needed == padded_slice(length)
-    MicroBatchLimit(tokens=needed).of_replica(cp, multiple).check(0, length)
+    MicroBatchLimit(tokens=needed).of_replica(cp, multiple).check("trajectory 0", length)
 
 
 @pytest.mark.parametrize("limit", [{}, {"trajectories": 1, "tokens": 1}])

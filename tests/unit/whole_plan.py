@@ -47,7 +47,7 @@ def make_batch_plan(
     Groups of trajectories may be cut anywhere. Raises DataError that names a trajectory longer than the token limit.
     """
     for index, length in enumerate(lengths):
-        limit.check(index, length)
+        limit.check(f"trajectory {index}", length)
     mini_batches = split_mini_batches(len(lengths), mini_batch_size, shuffle_seed)
     rank_of = assign_ranks(mini_batches, [cost(n) for n in lengths], ranks)
     shares = [by_rank(indices, [rank_of[i] for i in indices], ranks) for indices in mini_batches]
