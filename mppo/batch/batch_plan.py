@@ -3,8 +3,8 @@
 All functions here are pure functions of the lengths of the *whole* batch, so that every rank computes the same
 plan and none can disagree. What holds of them together, whatever the input:
   - every trajectory is in exactly one mini-batch of an epoch, on one rank, in one micro-batch;
-  - mini-batches, cut in order or in one drawn from a seed, differ in size by at most one, and do not depend on the
-    number of ranks; groups of trajectories may be cut anywhere;
+  - mini-batches are of whole prompts, in order or in one drawn from a seed; their numbers of prompts differ by at most
+    one and do not depend on the number of ranks;
   - in every mini-batch the heaviest and the lightest rank differ by at most the heaviest trajectory;
   - in a mini-batch all ranks have the same number of micro-batches, a positive multiple of the group size of an
     interleaved schedule; they are ordered by workload, heaviest first, empty ones last;
@@ -93,7 +93,7 @@ class ReplicaLimit:
 
 
 def split_mini_batches(count: int, mini_batch_size: int, shuffle_seed: str | None = None) -> list[list[int]]:
-    """Cut `count` trajectories into ceil(count / mini_batch_size) mini-batches whose sizes differ by at most one.
+    """Cut `count` prompts into ceil(count / mini_batch_size) mini-batches whose sizes differ by at most one.
 
     In order of index, or in an order drawn from `shuffle_seed`.
     """

@@ -66,6 +66,8 @@ class LeftOut:
 
     aborted: int = 0
     abstained: int = 0
+    without_baseline: int = 0
+    """The greedy answer that they are compared with was aborted, or got no reward."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,17 @@ class TrajectoryTable:
     @cached_property
     def groups(self) -> list[int]:
         """The group of each, numbered 0, 1, 2, ... in the order of the prompts' numbers."""
-        prompts = [summary.uid.prompt for summary in self.summaries]
-        numbers = {prompt: number for number, prompt in enumerate(sorted(set(prompts)))}
-        return [numbers[prompt] for prompt in prompts]
+        numbers = {prompt: number for number, prompt in enumerate(sorted(set(self.prompts)))}
+        return [numbers[prompt] for prompt in self.prompts]
+
+    @property
+    def prompts(self) -> list[int]:
+        """The number of the prompt of each."""
+        return [summary.uid.prompt for summary in self.summaries]
+
+    @property
+    def prompt_count(self) -> int:
+        return len(set(self.prompts))
 
     @cached_property
     def truncated(self) -> list[bool]:
@@ -118,18 +128,9 @@ class TrajectoryTable:
 
     @property
     def reward_baselines(self) -> list[float] | None:
-        """The reward of the greedy answer to the prompt of each; None where no greedy answers are given.
-
-        Raises DataError for a prompt whose greedy answer is missing, because it was aborted or not judged.
-        """
+        """The reward of the greedy answer to the prompt of each; None where no greedy answers are given."""
         if self.baselines is None:
             return None
-        missing = {s.uid.prompt for s in self.summaries} - self.baselines.keys()
-        if missing:
-            raise DataError(
-                f"the greedy answer to prompt {min(missing)} is missing: it was aborted, or its reward abstained;"
-                " raise rollout.timeout_s or choose another estimator"
-            )
         return [self.baselines[summary.uid.prompt] for summary in self.summaries]
 
     def counts(self, indices: Sequence[int], denominator: str) -> BatchCounts:

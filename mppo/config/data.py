@@ -39,9 +39,16 @@ class DataConfig:
     val: PromptSource = field(default_factory=PromptSource)
     """Held-out prompts, answered greedily; optional."""
     prompt_key: str = "prompt"
-    """Field with the prompt: a text, or chat messages (a list of {role, content})."""
+    """Field with the prompt: a text, or chat messages (a list of {role, content}); where the assistant has the last
+    word, its message is continued. A field inside another is named by its path: `a.b`."""
     answer_key: str = "ground_truth"
-    """Field with what the reward function compares with."""
+    """Field with what the reward function compares with: `reward_model.ground_truth` in files made for verl."""
+    source_key: str = "data_source"
+    """Field with the name of the row's data source; read where `reward.sources` is given."""
+    tools_key: str | None = None
+    """Field with the tools that the chat template shows: a list of JSON schemas, or that as a text; null: none."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template: `{enable_thinking: false}`."""
     train_batch_size: int = 8
     """Prompts per training step; each is answered rollout.n times."""
     max_prompt_length: int = 1024
@@ -61,6 +68,10 @@ class DataConfig:
             max_response_length=self.max_response_length,
         )
         one_of("data.overlong_prompts", self.overlong_prompts, ("error", "skip"))
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if not run.has_sources:
+            yield Unread("source_key", "reward.sources names no data source")
 
 
 @dataclass
@@ -132,6 +143,12 @@ class RewardConfig:
     """A registered reward, or `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Knobs of the reward function."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """A reward for each data source, `{gsm8k: {function: math_verify}, ...}`, with `options` where it has knobs. A row
+    names its own in the field data.source_key; one whose source is not here is refused. {}: `function` judges all."""
+    skip_special_tokens: bool = False
+    """Leave special tokens (`<think>`, where it is one) out of the text that a reward function sees, and out of the
+    samples on disk. The token that ended the answer is left out in any case."""
     workers: int = 4
     """Processes of each rank that drives rollouts, in which the function runs beside generation. 0: in the trainer's
     own process, for debugging; there nothing ends a plain function at its deadline. `async` functions run in the
@@ -170,6 +187,9 @@ class RewardConfig:
             )
 
     def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if self.sources:
+            yield Unread("function", "reward.sources has a reward for each data source")
+            yield Unread("options", "reward.sources has a reward, with its options, for each data source")
         if not run.reads_rewards:
             for name in ("overlong_buffer", "running_normalization", "clip"):
                 yield Unread(name, f"{run.adv_estimator} reads the parts of the reward, not the whole")

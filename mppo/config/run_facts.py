@@ -29,6 +29,8 @@ class RunFacts:
     answers_per_prompt: int
     answers_may_end: bool
     has_validation: bool
+    has_sources: bool
+    """Whether rewards differ by data source."""
     bypass_mode: bool
     has_forward_only_pass: bool
     """Whether any pass is planned by the actor's limits of forward-only passes."""

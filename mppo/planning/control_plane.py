@@ -191,16 +191,13 @@ def _plan(
 
 
 def _cut(batch: StepBatch, spec: RunSpec, topology: Topology) -> None:
-    if spec.anchor(len(batch.table)) is Anchor.OWN_PASS:
+    if spec.anchor(batch.table.prompt_count) is Anchor.OWN_PASS:
         for piece in micro_batches(batch, list(range(len(batch.table))), spec.actor.infer_limit, topology, ()):
             context_part(piece, topology)
     reads = PolicyObjective.reads(spec.terms)
-    for indices in _mini_batches(len(batch.table), spec):
+    seed = spec.config.trainer.seed
+    for indices in mini_batches_of_epoch(batch.table.prompts, spec.actor, seed, step=0, epoch=0):
         cut_mini_batch(batch, indices, spec.actor, topology, reads)
-
-
-def _mini_batches(count: int, spec: RunSpec) -> list[list[int]]:
-    return mini_batches_of_epoch(count, spec.actor, spec.config.trainer.seed, step=0, epoch=0)
 
 
 def _first_rank(parallel: ParallelConfig, dp: int) -> Topology:

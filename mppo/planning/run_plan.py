@@ -176,8 +176,9 @@ def _sampling_line(filtering: FilterGroupsConfig) -> str:
 
 def _update_plan(loss: str, spec: RunSpec, settings: UpdateSettings, parallel: ParallelConfig) -> UpdatePlan:
     ranks = spec.data_parallel_size
-    mini_batches = -(-spec.trajectories // settings.mini_batch_size)
-    size = -(-spec.trajectories // mini_batches)
+    prompts = spec.config.data.train_batch_size
+    mini_batches = settings.mini_batches(prompts)
+    size = -(-prompts // mini_batches) * spec.config.rollout.n
     by_count = settings.limit.trajectories
     pieces = None
     if by_count:
@@ -194,7 +195,7 @@ def _update_plan(loss: str, spec: RunSpec, settings: UpdateSettings, parallel: P
         micro_batches_per_mini_batch=pieces,
         mini_batches_per_epoch=mini_batches,
         epochs=settings.epochs,
-        optimizer_steps_per_training_step=settings.optimizer_steps(spec.trajectories),
+        optimizer_steps_per_training_step=settings.optimizer_steps(prompts),
     )
 
 

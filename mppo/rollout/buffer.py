@@ -31,6 +31,10 @@ GatherNumbers = Callable[[tuple[list[int], list[int]]], list[tuple[list[int], li
 
 
 class Prompts(Protocol):
+    def __contains__(self, number: int) -> bool:
+        """Whether the prompt with this number is known; a run that goes on with other prompts does not know the old."""
+        ...
+
     def __getitem__(self, number: int) -> Prompt:
         """The prompt with this number in the run."""
         ...
@@ -56,6 +60,8 @@ class Buffer:
         self._rank, self._ranks = rank, ranks
         self._ready: dict[int, Group] = {}
         self._silent: dict[int, Group] = {}
+        self.dropped = 0
+        """Groups of all ranks that a checkpoint had and that could not be taken in."""
 
     def put(self, group: Group) -> None:
         """Take in a complete group. Raises DataError for a number that waits already."""
@@ -96,8 +102,13 @@ class Buffer:
         return {"groups": [group_state(group) for group in self._ready.values()]}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Take this rank's share of the groups that all ranks of the run saved: those it would have generated."""
+        """Take this rank's share of the groups that all ranks of the run saved: those it would have generated.
+
+        Groups whose prompts are not known any more are `dropped`.
+        """
         everywhere = [group for state in states for group in state["groups"]]
-        saved = [group for group in everywhere if group["number"] % self._ranks == self._rank]
+        known = [group for group in everywhere if group["number"] in self._prompts]
+        self.dropped = len(everywhere) - len(known)
+        saved = [group for group in known if group["number"] % self._ranks == self._rank]
         self._ready = {group["number"]: group_of(group, self._prompts[group["number"]]) for group in saved}
         self._silent = {}

@@ -1,14 +1,15 @@
 """Rows made into prompts: the text, its token ids, and what is refused."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
-
-from jinja2.exceptions import TemplateError
 
 from mppo.config import DataConfig
 from mppo.errors import DataError
-from mppo.rollout.prompt_rows import Row, Rows
+from mppo.rollout.chat import ChatTemplate
+from mppo.rollout.prompt_rows import Row, Rows, look_up
 
 ROWS_AT_A_TIME = 1000
 
@@ -20,6 +21,8 @@ class Prompt:
     ground_truth: Any
     fields: dict[str, Any] = field(default_factory=dict)
     """The whole row it came from."""
+    source: str | None = None
+    """The data source that the row names, where rewards differ by it."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,18 @@ class PromptText:
     number: int
     """Of the row."""
     text: str
-    add_special_tokens: bool
-    """False for what a chat template wrote: it brings its own."""
+    is_plain: bool
+    """Whether the tokenizer's own beginning (BOS) goes before it; a chat template has written its own."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is known of all rows of a source."""
+
+    overlong: set[int]
+    """Numbers of the rows that are skipped as too long."""
+    fingerprint: str
+    """Of all prompts and ground truths, in their order."""
 
 
 @dataclass(frozen=True)
@@ -42,33 +55,46 @@ class PromptReader:
     data: DataConfig
     tokenizer: Any
     vocab_size: int
+    sources: Collection[str] = ()
+    """Data sources that have a reward of their own; none: rows need not name theirs."""
 
     def read(self, number: int, row: Row) -> Prompt:
         """Raises DataError for a prompt that is too long, has no tokens, or has ids outside the vocabulary."""
-        prompt = self._text(number, row[self.data.prompt_key])
-        (token_ids,) = self._tokenise([prompt])
+        prompt, answer, tools, source = (look_up(row, key) if key else None for key in self.keys)
+        text = self._text(number, prompt, tools)
+        (token_ids,) = self._tokenise([text])
         if len(token_ids) > self.data.max_prompt_length:
             raise self._overlong(number, token_ids)
         self._check_ids(number, token_ids)
-        return Prompt(prompt.text, tuple(token_ids), row[self.data.answer_key], row)
+        return Prompt(text.text, tuple(token_ids), answer, row, source)
 
-    def overlong_rows(self, rows: Rows) -> set[int]:
-        """Go through all rows once; returns the numbers of those to be skipped as too long.
+    @property
+    def keys(self) -> tuple[str, str, str, str]:
+        """Of prompt, ground truth, tools and data source; empty: not looked at."""
+        data = self.data
+        return data.prompt_key, data.answer_key, data.tools_key or "", data.source_key if self.sources else ""
+
+    def survey(self, rows: Rows) -> Survey:
+        """Go through all rows once.
 
         A row is tokenised only if its text alone does not tell that it fits; so a million rows take seconds.
-        Raises DataError for a row without prompt or answer, one that the chat template does not take, and, as far as
-        rows are tokenised, for what `read` refuses.
+        Raises DataError for a row without prompt or answer, one that the chat template does not take or whose data
+        source has no reward, and, as far as rows are tokenised, for what `read` refuses.
         """
         overlong: set[int] = set()
-        keys = (self.data.prompt_key, self.data.answer_key)
-        for first, values in rows.columns(keys, ROWS_AT_A_TIME):
+        seen = blake2b(digest_size=8)
+        for first, values in rows.columns(self.keys, ROWS_AT_A_TIME):
             texts = []
-            for number, (prompt, answer) in enumerate(values, first):
+            for number, (prompt, answer, tools, source) in enumerate(values, first):
                 if prompt is None or answer is None:
                     raise self._incomplete(number, rows[number])
-                texts.append(self._text(number, prompt))
+                self._check_source(number, source)
+                text = self._text(number, prompt, tools)
+                seen.update(f"{text.text}\0{answer!r}\0".encode("utf-8", "surrogatepass"))
+                texts.append(text)
             overlong |= self._overlong_texts([text for text in texts if not self._fits_for_sure(text)])
-        return overlong
+        seen.update(repr(sorted(overlong)).encode())
+        return Survey(overlong, seen.hexdigest())
 
     def _overlong_texts(self, texts: list[PromptText]) -> set[int]:
         overlong = set()
@@ -83,8 +109,7 @@ class PromptReader:
 
     def _fits_for_sure(self, text: PromptText) -> bool:
         """A token other than a special one stands for a byte at least, but for a space that is put in front."""
-        added = 1 + self.tokenizer.num_special_tokens_to_add()
-        fits = len(text.text.encode()) + added <= self.data.max_prompt_length
+        fits = len(text.text.encode()) + 1 + len(self._beginning) <= self.data.max_prompt_length
         return fits and bool(text.text) and self._knows_all_ids
 
     @cached_property
@@ -92,30 +117,52 @@ class PromptReader:
         """Whether every id that the tokenizer has lies within the model's vocabulary."""
         return max(self.tokenizer.get_vocab().values(), default=0) < self.vocab_size
 
-    def _text(self, number: int, prompt: Any) -> PromptText:
-        """A text as it stands; chat messages through the tokenizer's template, with the opening of the answer."""
-        if isinstance(prompt, str):
-            return PromptText(number, prompt, add_special_tokens=True)
+    @cached_property
+    def _beginning(self) -> list[int]:
+        """What the tokenizer puts before a text (BOS). What it puts after one (EOS) would end the prompt: left out."""
+        alone, whole = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        places = range(len(whole) - len(alone) + 1)
+        return whole[: next((at for at in places if whole[at : at + len(alone)] == alone), 0)]
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, dict(self.data.chat_template_kwargs))
+
+    def _text(self, number: int, prompt: Any, tools: Any) -> PromptText:
+        """A text as it stands; chat messages through the tokenizer's template."""
         where = f"{self.where}: row {number}"
-        if not self.tokenizer.chat_template:
-            raise DataError(f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template")
+        if isinstance(prompt, str):
+            if tools is not None:
+                raise DataError(f"{where}: tools are for chat messages, and its prompt is a text; unset data.tools_key")
+            text = prompt
+        else:
+            text = self._template.render(prompt, tools, where)
         try:
-            text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        except (TypeError, ValueError, KeyError, TemplateError) as error:
-            raise DataError(
-                f"{where}: the prompt is neither a text nor chat messages {{role, content}}: {error}"
-            ) from error
-        return PromptText(number, text, add_special_tokens=False)
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: the prompt is no valid Unicode text: {error}") from error
+        return PromptText(number, text, is_plain=isinstance(prompt, str))
 
     def _tokenise(self, texts: list[PromptText]) -> list[list[int]]:
-        """In the order of the texts; many at once, over which a fast tokenizer spreads its threads."""
-        token_ids: dict[int, list[int]] = {}
-        for special in (True, False):
-            chosen = [text for text in texts if text.add_special_tokens == special]
-            if chosen:
-                encoded = self.tokenizer([text.text for text in chosen], add_special_tokens=special)["input_ids"]
-                token_ids |= {text.number: ids for text, ids in zip(chosen, encoded, strict=True)}
-        return [token_ids[text.number] for text in texts]
+        """In the order of the texts; many at once, over which a fast tokenizer spreads its threads.
+
+        A text that brings the tokenizer's beginning, since somebody's template wrote it, does not get it twice.
+        """
+        if not texts:
+            return []
+        encoded = self.tokenizer([text.text for text in texts], add_special_tokens=False)["input_ids"]
+        begin = self._beginning
+        return [
+            begin + ids if text.is_plain and ids[: len(begin)] != begin else ids
+            for text, ids in zip(texts, encoded, strict=True)
+        ]
+
+    def _check_source(self, number: int, source: Any) -> None:
+        if self.sources and source not in self.sources:
+            raise DataError(
+                f"{self.where}: row {number} has {self.data.source_key}={source!r}, for which reward.sources has no"
+                f" reward; it has {', '.join(self.sources)}"
+            )
 
     def _check_ids(self, number: int, token_ids: list[int]) -> None:
         if not token_ids or max(token_ids) >= self.vocab_size:
@@ -131,5 +178,10 @@ class PromptReader:
         )
 
     def _incomplete(self, number: int, row: Row) -> DataError:
-        missing = next(key for key in (self.data.prompt_key, self.data.answer_key) if row.get(key) is None)
-        return DataError(f"{self.where}: row {number} has no field {missing!r}; it has {', '.join(sorted(row))}")
+        missing = next(key for key in (self.data.prompt_key, self.data.answer_key) if look_up(row, key) is None)
+        field_of = "data.prompt_key" if missing == self.data.prompt_key else "data.answer_key"
+        if missing in row:
+            return DataError(f"{self.where}: row {number} has nothing (null) in its field {missing!r} ({field_of})")
+        return DataError(
+            f"{self.where}: row {number} has no field {missing!r} ({field_of}); it has {', '.join(sorted(row))}"
+        )

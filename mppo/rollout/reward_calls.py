@@ -46,14 +46,14 @@ class CallResult:
     """Of all calls together."""
 
 
-def prepare_worker(function: RewardFunction) -> None:
+def prepare_worker(functions: tuple[RewardFunction, ...]) -> None:
     """What a worker does first: no process is left behind that a long C call keeps busy, and no import is timed.
 
-    `function` itself is imported when it is unpickled.
+    The functions themselves are imported when they are unpickled.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of Python's would wait for the C call
     _end_with_trainer()
-    for package in function.packages:
+    for package in {package for function in functions for package in function.packages}:
         importlib.import_module(package)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import pickle
+from collections.abc import Iterable
 from multiprocessing.context import BaseContext
 
 from pebble import ProcessExpired, ProcessPool
@@ -16,36 +17,31 @@ TASK_SECONDS = 0.05
 
 
 class RewardPool:
-    """Worker processes that call one plain reward function.
+    """Worker processes that call plain reward functions.
 
     They come from a fork server, which is started afresh: torch and the process groups of the trainer are not in it.
     They start with the first call. A worker that passes the deadline is killed and replaced; other samples of its task
     are called again, so only what is late itself is lost.
     """
 
-    def __init__(self, function: RewardFunction, workers: int, timeout_s: float):
+    def __init__(self, functions: Iterable[RewardFunction], workers: int, timeout_s: float):
         """Raises ConfigError for a function that workers cannot import, such as a lambda."""
-        self.function, self.workers, self.timeout_s = function, workers, timeout_s
+        self.functions, self.workers, self.timeout_s = tuple(functions), workers, timeout_s
         self._pool: ProcessPool | None = None
-        self._seconds_per_sample: float | None = None
-        try:
-            pickle.dumps(function)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigError(
-                f"reward.function={function.name} cannot be sent to worker processes ({error}); define it at the top of"
-                " a module, or set reward.workers=0"
-            ) from error
+        self._seconds_per_sample: dict[str, float] = {}
+        for function in self.functions:
+            _check_it_travels(function)
 
-    async def call(self, samples: list[Sample]) -> list[Outcome]:
+    async def call(self, function: RewardFunction, samples: list[Sample]) -> list[Outcome]:
         """Outcomes of the samples of a group, in their order. Many groups may wait at once.
 
         Raises RewardError when the workers cannot start, and for a sample that cannot be pickled.
         """
-        if self.function.batch:
-            return await self._together(samples)
-        size = self._samples_per_task()
+        if function.batch:
+            return await self._together(function, samples)
+        size = self._samples_per_task(function)
         tasks = [samples[start : start + size] for start in range(0, len(samples), size)]
-        outcomes = await asyncio.gather(*(self._each(task) for task in tasks))
+        outcomes = await asyncio.gather(*(self._each(function, task) for task in tasks))
         return [outcome for task in outcomes for outcome in task]
 
     def close(self) -> None:
@@ -58,32 +54,33 @@ class RewardPool:
     def _running(self) -> ProcessPool:
         if self._pool is None:
             self._pool = ProcessPool(
-                self.workers, initializer=prepare_worker, initargs=[self.function], context=_fork_server()
+                self.workers, initializer=prepare_worker, initargs=[self.functions], context=_fork_server()
             )
         return self._pool
 
-    def _samples_per_task(self) -> int:
+    def _samples_per_task(self, function: RewardFunction) -> int:
         """One until it is known how long a call takes."""
-        known = self._seconds_per_sample
+        known = self._seconds_per_sample.get(function.name)
         return 1 if known is None else max(1, int(TASK_SECONDS / max(known, 1e-6)))
 
-    async def _each(self, samples: list[Sample]) -> list[Outcome]:
+    async def _each(self, function: RewardFunction, samples: list[Sample]) -> list[Outcome]:
         """Where the task failed as a whole, its samples again, each by itself."""
-        result = await self._task(samples)
+        result = await self._task(function, samples)
         if isinstance(result, CallResult):
             return result.outcomes
         if len(samples) == 1:
             return [result]
-        return [outcome for alone in await asyncio.gather(*(self._each([s]) for s in samples)) for outcome in alone]
+        alone = await asyncio.gather(*(self._each(function, [sample]) for sample in samples))
+        return [outcome for outcomes in alone for outcome in outcomes]
 
-    async def _together(self, samples: list[Sample]) -> list[Outcome]:
-        result = await self._task(samples)
+    async def _together(self, function: RewardFunction, samples: list[Sample]) -> list[Outcome]:
+        result = await self._task(function, samples)
         return [result] * len(samples) if isinstance(result, Failure) else result.outcomes
 
-    async def _task(self, samples: list[Sample]) -> CallResult | Failure:
+    async def _task(self, function: RewardFunction, samples: list[Sample]) -> CallResult | Failure:
         """One call in a worker: what came of it, or why nothing did."""
         try:
-            future = self._running().schedule(call, args=(self.function, samples), timeout=self.timeout_s)
+            future = self._running().schedule(call, args=(function, samples), timeout=self.timeout_s)
             result = await asyncio.wrap_future(future)
         except TimeoutError:
             return late(self.timeout_s)
@@ -91,15 +88,25 @@ class RewardPool:
             return Failure(FailureKind.RAISED, f"its worker process died with exit code {error.exitcode}")
         except Exception as error:
             raise RewardError(
-                f"reward.function={self.function.name}: its worker processes cannot be used ({type(error).__name__}:"
+                f"reward.function={function.name}: its worker processes cannot be used ({type(error).__name__}:"
                 f" {error}); if they ended, the reason stands on stderr; reward.workers=0 calls it in this process"
             ) from error
-        self._learn(result.seconds / len(samples))
+        self._learn(function, result.seconds / len(samples))
         return result
 
-    def _learn(self, seconds: float) -> None:
-        known = self._seconds_per_sample
-        self._seconds_per_sample = seconds if known is None else known + 0.2 * (seconds - known)
+    def _learn(self, function: RewardFunction, seconds: float) -> None:
+        known = self._seconds_per_sample.get(function.name, seconds)
+        self._seconds_per_sample[function.name] = known + 0.2 * (seconds - known)
+
+
+def _check_it_travels(function: RewardFunction) -> None:
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"reward.function={function.name} cannot be sent to worker processes ({error}); define it at the top of"
+            " a module, or set reward.workers=0"
+        ) from error
 
 
 def _fork_server() -> BaseContext:

@@ -10,10 +10,11 @@ import torch
 from mppo.batch.trajectory import Answer, Judgement, Trajectory
 from mppo.config import RewardConfig
 from mppo.errors import RewardError
+from mppo.rollout.answer_text import AnswerText
 from mppo.rollout.prompts import Prompt
 from mppo.rollout.reward_calls import Failure, FailureKind, Outcome, call, failure_of, late, outcome_of, outcomes_of
 from mppo.rollout.reward_pool import RewardPool
-from mppo.rollout.rewards import RewardFunction, Sample
+from mppo.rollout.rewards import RewardFunction, Rewards, Sample
 
 RECENT, ENOUGH = 1000, 100
 """The rate of failures is taken over the latest RECENT answers, once there are ENOUGH."""
@@ -22,29 +23,30 @@ RECENT, ENOUGH = 1000, 100
 class RewardWorkers:
     """Judges the answers to one prompt after the other, or to many at the same time.
 
-    A plain function runs in worker processes, or with `reward.workers=0` in this one; an `async` function runs in the
-    caller's event loop, for all samples at once.
+    Which function does, the prompt's data source says. A plain function runs in worker processes, or with
+    `reward.workers=0` in this one; an `async` function runs in the caller's event loop, for all samples at once.
     """
 
-    def __init__(self, function: RewardFunction, config: RewardConfig, tokenizer: Any):
-        self.function, self.config, self.tokenizer = function, config, tokenizer
-        in_workers = config.workers and not function.is_async
-        self._pool = RewardPool(function, config.workers, config.timeout_s) if in_workers else None
+    def __init__(self, rewards: Rewards, config: RewardConfig, text: AnswerText):
+        self.rewards, self.config, self.text = rewards, config, text
+        plain = [function for function in rewards.by_source.values() if not function.is_async]
+        self._pool = RewardPool(plain, config.workers, config.timeout_s) if config.workers and plain else None
         self._counts: Counter[str] = Counter()
         self._recent: deque[bool] = deque(maxlen=RECENT)
 
     async def judge(self, group: list[tuple[Trajectory, Prompt]]) -> list[Judgement]:
-        """Judgements of the answers, in their order.
+        """Judgements of the answers to one prompt, in their order.
 
         Raises RewardError for an answer without a reward where `reward.on_error` says so, for a value that is no
         reward, and when more than `reward.max_failure_rate` of the latest answers failed.
         """
         if not group:
             return []
+        function = self.rewards.of(group[0][1].source)
         samples = [self._sample(trajectory, prompt) for trajectory, prompt in group]
-        outcomes = await self._outcomes(samples)
+        outcomes = await self._outcomes(function, samples)
         return [
-            self._judgement(trajectory, sample, outcome)
+            self._judgement(trajectory, sample, outcome, function)
             for (trajectory, _), sample, outcome in zip(group, samples, outcomes, strict=True)
         ]
 
@@ -59,10 +61,9 @@ class RewardWorkers:
             self._pool.close()
 
     def _sample(self, trajectory: Trajectory, prompt: Prompt) -> Sample:
-        response = self.tokenizer.decode(trajectory.token_ids[trajectory.action_mask], skip_special_tokens=True)
         return Sample(
             prompt=prompt.text,
-            response=response,
+            response=self.text.of_actions(trajectory),
             ground_truth=prompt.ground_truth,
             fields=prompt.fields,
             token_ids=tuple(trajectory.token_ids.tolist()),
@@ -70,35 +71,36 @@ class RewardWorkers:
             prompt_number=trajectory.uid.prompt,
         )
 
-    async def _outcomes(self, samples: list[Sample]) -> list[Outcome]:
-        if self._pool is not None:
-            return await self._pool.call(samples)
-        if not self.function.is_async:
-            return call(self.function, samples).outcomes
-        if self.function.batch:
-            return await self._await_batch(samples)
-        return await asyncio.gather(*(self._await_one(sample) for sample in samples))
+    async def _outcomes(self, function: RewardFunction, samples: list[Sample]) -> list[Outcome]:
+        if function.is_async:
+            return await self._awaited(function, samples)
+        return call(function, samples).outcomes if self._pool is None else await self._pool.call(function, samples)
 
-    async def _await_one(self, sample: Sample) -> Outcome:
-        value = await self._in_time(sample)
+    async def _awaited(self, function: RewardFunction, samples: list[Sample]) -> list[Outcome]:
+        """Of an async function, in this event loop."""
+        if function.batch:
+            values = await self._in_time(function, samples)
+            return [values] * len(samples) if isinstance(values, Failure) else outcomes_of(values, samples)
+        return await asyncio.gather(*(self._await_one(function, sample) for sample in samples))
+
+    async def _await_one(self, function: RewardFunction, sample: Sample) -> Outcome:
+        value = await self._in_time(function, sample)
         return value if isinstance(value, Failure) else outcome_of(value, sample)
 
-    async def _await_batch(self, samples: list[Sample]) -> list[Outcome]:
-        values = await self._in_time(samples)
-        return [values] * len(samples) if isinstance(values, Failure) else outcomes_of(values, samples)
-
-    async def _in_time(self, argument: Sample | list[Sample]) -> Any:
+    async def _in_time(self, function: RewardFunction, argument: Sample | list[Sample]) -> Any:
         """What an async function returns, or why it does not."""
         try:
             async with asyncio.timeout(self.config.timeout_s) as deadline:
-                return await self.function.call(argument)
+                return await function.call(argument)
         except Exception as error:
             return late(self.config.timeout_s) if deadline.expired() else failure_of(error)
 
-    def _judgement(self, trajectory: Trajectory, sample: Sample, outcome: Outcome) -> Judgement:
+    def _judgement(
+        self, trajectory: Trajectory, sample: Sample, outcome: Outcome, function: RewardFunction
+    ) -> Judgement:
         self._count(outcome)
         if isinstance(outcome, Failure):
-            self._refuse(self._named(trajectory, sample), outcome)
+            self._refuse(_named(function, trajectory, sample), outcome)
             score = self.config.error_score if self.config.on_error == "score" else None
             return Judgement(trajectory.uid, score, accuracy=0.0, parts={}, token_rewards=None)
         token_rewards = None if outcome.token_rewards is None else torch.tensor(outcome.token_rewards)
@@ -125,11 +127,12 @@ class RewardWorkers:
                 f"{self.config.max_failure_rate:g}; the last: {where}: {failure.message}"
             )
 
-    def _named(self, trajectory: Trajectory, sample: Sample) -> str:
-        return (
-            f"reward {self.function.name!r} of {trajectory.uid}, prompt {sample.prompt[-200:]!r},"
-            f" answer {sample.response[:200]!r}"
-        )
+
+def _named(function: RewardFunction, trajectory: Trajectory, sample: Sample) -> str:
+    return (
+        f"reward {function.name!r} of {trajectory.uid}, prompt {sample.prompt[-200:]!r},"
+        f" answer {sample.response[:200]!r}"
+    )
 
 
 def check_parts(answers: Iterable[Answer], keys: tuple[str, ...]) -> None:

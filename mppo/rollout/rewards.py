@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mppo.config import RewardConfig
 from mppo.errors import ConfigError
-from mppo.registry import Registry, Traits
+from mppo.registry import Registry, Traits, typed
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,53 @@ class RewardFunction:
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def reward_function(name: str, options: dict[str, Any]) -> RewardFunction:
-    """The reward of a registered name or an import path.
+@dataclass(frozen=True)
+class Rewards:
+    """Which function judges the answers to which prompts."""
+
+    by_source: dict[str | None, RewardFunction]
+    """By the data source that a prompt names; under None the one that judges all."""
+
+    def of(self, source: str | None) -> RewardFunction:
+        return self.by_source[source]
+
+    @property
+    def sources(self) -> list[str]:
+        """Data sources that have a reward of their own."""
+        return [source for source in self.by_source if source is not None]
+
+
+@dataclass
+class SourceReward:
+    """An entry of `reward.sources`."""
+
+    function: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def rewards_of(config: RewardConfig) -> Rewards:
+    """Raises ConfigError as `reward_function` does, and for an entry of `reward.sources` that is no reward."""
+    if not config.sources:
+        return Rewards({None: reward_function(config.function, config.options)})
+    return Rewards({source: _of_source(source, given) for source, given in config.sources.items()})
+
+
+def _of_source(source: str, given: Any) -> RewardFunction:
+    where = f"reward.sources.{source}"
+    if not isinstance(given, dict) or not given.get("function"):
+        raise ConfigError(f"{where} is {given!r}; it must be {{function: NAME, options: {{...}}}}")
+    entry = typed(SourceReward, given, where, "a data source's reward")
+    return reward_function(entry.function, entry.options, where)
+
+
+def reward_function(name: str, options: dict[str, Any], where: str = "reward") -> RewardFunction:
+    """The reward of a registered name or an import path; `where` is its place in the configuration.
 
     Raises ConfigError for an unknown name, an option that it does not read, and a package that is missing.
     """
     plugin = REWARDS.get(name)
     for package in plugin.traits.packages:
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"reward.function={name} needs the package {package.replace('_', '-')}; install it")
+            raise ConfigError(f"{where}.function={name} needs the package {package.replace('_', '-')}; install it")
     batch = plugin.traits.batch or bool(getattr(plugin.fn, "batch", False))
-    return RewardFunction(name, plugin.bind(options, "reward.options"), batch, plugin.traits.packages)
+    return RewardFunction(name, plugin.bind(options, f"{where}.options"), batch, plugin.traits.packages)

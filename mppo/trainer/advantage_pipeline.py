@@ -69,7 +69,7 @@ class AdvantagePipeline:
         In bypass mode that follows for each mini-batch, by the current policy.
         """
         correction, packed = self.spec.correction, batch.packed
-        if self.spec.anchor(len(batch.table)) is not Anchor.OWN_PASS:
+        if self.spec.anchor(batch.table.prompt_count) is not Anchor.OWN_PASS:
             return batch
         inputs = CorrectionInputs(
             packed["old_log_probs"], packed["rollout_log_probs"], packed.loss_mask, packed.segments, self.reduction

@@ -14,6 +14,7 @@ from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks
 from mppo.megatron.topology import Topology
 from mppo.rollout.agents.single_turn import single_turn
+from mppo.rollout.answer_text import AnswerText
 from mppo.rollout.buffer import Buffer
 from mppo.rollout.collector import Asking, Collector
 from mppo.rollout.engines import ENGINES
@@ -58,9 +59,10 @@ def assemble(config: Config) -> Run:
 
 def read_prompts(config: Config, model: PretrainedModel) -> tuple[PromptSet, PromptSet | None]:
     """Those to train on, and where they are given those that are held out."""
+    sources = list(config.reward.sources)
 
     def read(source: PromptSource, where: str) -> PromptSet:
-        return load_prompts(source, where, config.data, model.tokenizer, model.config.vocab_size)
+        return load_prompts(source, where, config.data, model.tokenizer, model.config.vocab_size, sources)
 
     val = config.data.val
     return read(config.data.train, "data.train"), read(val, "data.val") if val.given else None
@@ -120,7 +122,7 @@ def _rollouts(
     collector = Collector(
         ENGINES.get(config.rollout.engine).fn(config, model),
         single_turn,
-        RewardWorkers(spec.reward, config.reward, model.tokenizer),
+        RewardWorkers(spec.rewards, config.reward, answer_text(config, model)),
         _asking(spec),
         vocab_size=model.config.vocab_size,
         rank=topology.rank,
@@ -133,6 +135,12 @@ def _rollouts(
         held_out={} if held_out is None else {number: held_out[number] for number in range(len(held_out))},
         weights=LiveWeights.of_chunks(actor.chunks, model.architecture, model.config, topology),
     )
+
+
+def answer_text(config: Config, model: PretrainedModel) -> AnswerText:
+    """How the answers of a run are read."""
+    ends = set(config.rollout.stop_token_ids) | (set() if config.rollout.ignore_eos else set(model.end_tokens))
+    return AnswerText(model.tokenizer, ends, config.reward.skip_special_tokens)
 
 
 def _differs(metric: str, group: Group) -> bool:

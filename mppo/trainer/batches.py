@@ -79,35 +79,46 @@ def tabulate(
 
     A pure function of what every rank knows. Raises DataError when nothing can train.
     """
-    chosen = in_order_of_names(summaries)
+    greedy = [s for s in summaries if s.purpose == Purpose.BASELINE]
+    incomparable = {s.uid.prompt for s in greedy if not _is_judged(s)}
+    chosen = in_order_of_names([s for s in summaries if s.uid.prompt not in incomparable])
     lengths, actions = [s.length for s in chosen], [s.actions for s in chosen]
     workload = WorkloadModel.of(model, projected=sum(actions) / max(sum(lengths), 1))
-    mini_batches = mini_batches_of_epoch(len(chosen), settings, seed, step, epoch=0)
     samples = [s for s in summaries if s.purpose == Purpose.SAMPLE]
     aborted = sum(s.status == Status.ABORTED for s in samples)
     abstained = sum(s.abstains and s.status != Status.ABORTED for s in samples)
-    greedy = [s for s in summaries if s.purpose == Purpose.BASELINE]
+    without_baseline = sum(s.trains for s in samples) - len(chosen)
+    mini_batches = mini_batches_of_epoch([s.uid.prompt for s in chosen], settings, seed, step, epoch=0)
     table = TrajectoryTable(
         summaries=chosen,
         rank_of=assign_ranks(mini_batches, [workload(length) for length in lengths], ranks),
         kept=actions,
-        baselines=_baselines(greedy) if greedy else None,
-        left_out=LeftOut(aborted, abstained),
+        baselines={s.uid.prompt: s.reward for s in greedy if _is_judged(s)} if greedy else None,
+        left_out=LeftOut(aborted, abstained, without_baseline),
     )
     return table, workload, mini_batches
 
 
-def _baselines(greedy: list[TrajectorySummary]) -> dict[int, float]:
-    return {s.uid.prompt: s.reward for s in greedy if s.status != Status.ABORTED and not s.abstains}
+def _is_judged(summary: TrajectorySummary) -> bool:
+    return summary.status != Status.ABORTED and not summary.abstains
 
 
-def mini_batches_of_epoch(count: int, settings: UpdateSettings, seed: int, step: int, epoch: int) -> list[list[int]]:
-    """The trajectories of each optimizer step of an epoch over a batch of `count`, by index.
+def mini_batches_of_epoch(
+    prompts: Sequence[int], settings: UpdateSettings, seed: int, step: int, epoch: int
+) -> list[list[int]]:
+    """The trajectories of each optimizer step of an epoch, by index: whole prompts, numbers of which differ by at most
+    one.
 
-    Which belong together does not depend on the layout; shuffling draws from (seed, step, epoch).
+    `prompts[i]` is the number of the prompt of trajectory i. Which belong together does not depend on the layout;
+    shuffling draws from (seed, step, epoch).
     """
     shuffle_seed = f"{seed}/{step}/{epoch}" if settings.shuffle else None
-    return split_mini_batches(count, settings.mini_batch_size, shuffle_seed)
+    of_prompt: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        of_prompt.setdefault(prompt, []).append(index)
+    answers = list(of_prompt.values())
+    parts = split_mini_batches(len(answers), settings.prompts, shuffle_seed)
+    return [sorted(index for place in part for index in answers[place]) for part in parts]
 
 
 def micro_batches(

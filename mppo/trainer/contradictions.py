@@ -3,6 +3,7 @@
 from mppo.algorithm.advantages import Estimator
 from mppo.algorithm.kl import FULL
 from mppo.algorithm.rollout_correction import RolloutCorrectionConfig
+from mppo.batch.batch_plan import split_mini_batches
 from mppo.config import Config
 from mppo.errors import ConfigError
 from mppo.megatron.topology import Sizes
@@ -77,7 +78,7 @@ def find_warnings(config: Config, estimator: Estimator | None, roles: list[Updat
         for warning in (
             _both_kl_paths(config),
             *_short_budgets(config, roles, sizes),
-            _mini_batch_over_batch(config),
+            *_uneven_mini_batches(config, roles),
             _groups_of_one(config, estimator),
             _penalty_for_all(config),
             _warmup_throughout(config),
@@ -107,14 +108,21 @@ def _short_budgets(config: Config, roles: list[UpdateSettings], sizes: Sizes) ->
     ]
 
 
-def _mini_batch_over_batch(config: Config) -> str | None:
-    prompts = config.actor.ppo_mini_batch_size or 0
-    if prompts <= config.data.train_batch_size:
-        return None
-    return (
-        f"actor.ppo_mini_batch_size={prompts} is more than data.train_batch_size={config.data.train_batch_size}:"
-        " one optimizer step takes the whole batch"
-    )
+def _uneven_mini_batches(config: Config, roles: list[UpdateSettings]) -> list[str]:
+    """Mini-batches of other sizes than the configuration names; each once, for a critic may have the actor's."""
+    batch, found = config.data.train_batch_size, {}
+    for number, settings in enumerate(roles):
+        role, prompts = ("critic" if number else "actor"), settings.prompts
+        if prompts > batch:
+            taken = "one optimizer step takes the whole batch"
+        elif batch % prompts:
+            sizes = sorted({len(part) for part in split_mini_batches(batch, prompts)}, reverse=True)
+            taken = f"optimizer steps take {' or '.join(map(str, sizes))} prompts"
+        else:
+            continue
+        sizes_differ = f"{role}.ppo_mini_batch_size={prompts} does not divide data.train_batch_size={batch}"
+        found.setdefault(prompts, f"{sizes_differ}: {taken}")
+    return list(found.values())
 
 
 def _groups_of_one(config: Config, estimator: Estimator | None) -> str | None:

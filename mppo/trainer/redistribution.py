@@ -61,7 +61,7 @@ def distribute(answers: list[Answer], spec: RunSpec, model: ModelConfig, step: i
     table, workload, mini_batches = tabulate(summaries, spec.actor, model, topology.dp, spec.config.trainer.seed, step)
     index_of = {summary.uid: index for index, summary in enumerate(table.summaries)}
     producer = {s.uid: rank for rank, summaries in enumerate(everywhere) for s in summaries}
-    mine = sorted((answer for answer in answers if answer.trains), key=lambda answer: answer.trajectory.uid)
+    mine = sorted((a for a in answers if a.trajectory.uid in index_of), key=lambda a: a.trajectory.uid)
     packed = pack(
         [answer.trajectory for answer in mine],
         [answer.judgement for answer in mine],
@@ -115,7 +115,7 @@ def balanced_mini_batches(
     """
     workloads = [batch.workload(length) for length in batch.table.lengths]
     for epoch in range(settings.epochs):
-        mini_batches = mini_batches_of_epoch(len(workloads), settings, seed, batch.step, epoch)
+        mini_batches = mini_batches_of_epoch(batch.table.prompts, settings, seed, batch.step, epoch)
         if mini_batches != batch.balanced:
             batch = redistribute(batch, assign_ranks(mini_batches, workloads, topology.dp), topology)
             batch = replace(batch, balanced=mini_batches)

@@ -17,8 +17,8 @@ from mppo.config import Config, ParallelConfig, RunFacts, UpdateFacts, refuse_un
 from mppo.errors import ConfigError
 from mppo.megatron.topology import Sizes
 from mppo.rollout.engines import ENGINES
-from mppo.rollout.rewards import RewardFunction
-from mppo.rollout.tasks import GENERATORS, reward_function
+from mppo.rollout.rewards import Rewards
+from mppo.rollout.tasks import GENERATORS, rewards_of
 from mppo.trainer.contradictions import find_warnings, refuse_contradictions
 from mppo.trainer.update_settings import UpdateSettings, actor_settings, critic_settings
 
@@ -42,11 +42,11 @@ class RunSpec:
     config: Config
     data_parallel_size: int
     trajectories: int
-    """Per training step."""
+    """Per training step, as many as are asked for."""
     estimator: Estimator
     policy_loss: PolicyLoss
     correction: RolloutCorrectionConfig
-    reward: RewardFunction
+    rewards: Rewards
     actor: UpdateSettings
     critic: UpdateSettings | None
     critic_parallel: ParallelConfig | None
@@ -78,15 +78,14 @@ class RunSpec:
             clip=reward.clip,
         )
 
-    def anchor(self, trajectories: int) -> Anchor:
-        """Where the anchor of a training step over so many trajectories comes from.
+    def anchor(self, prompts: int) -> Anchor:
+        """Where the anchor of a training step over the trajectories of so many prompts comes from.
 
-        How many there really are matters, for a session may give more than were asked for: only where one optimizer
-        step takes them all does nothing move the policy away from the anchor.
+        Only where one optimizer step takes them all does nothing move the policy away from the anchor.
         """
         if self.correction.bypass_mode:
             return Anchor.ROLLOUT_POLICY
-        one_step = self.actor.optimizer_steps(trajectories) == 1
+        one_step = self.actor.optimizer_steps(prompts) == 1
         if one_step and self.config.actor.old_log_prob_pass == "auto" and not self.reads_anchor_before_update:
             return Anchor.CURRENT_POLICY
         return Anchor.OWN_PASS
@@ -110,7 +109,7 @@ class RunSpec:
         prepares = correction.rollout_is or correction.rollout_rs or self.policy_loss.needs_mini_batch
         return (
             self.config.need_reference
-            or self.anchor(self.trajectories) is Anchor.OWN_PASS
+            or self.anchor(self.config.data.train_batch_size) is Anchor.OWN_PASS
             or (correction.bypass_mode and bool(prepares))
             or (self.critic is not None and not self.config.critic.has_limits)
         )
@@ -125,6 +124,7 @@ class RunSpec:
             answers_per_prompt=rollout.n,
             answers_may_end=not rollout.ignore_eos or bool(rollout.stop or rollout.stop_token_ids),
             has_validation=config.data.val.given,
+            has_sources=bool(config.reward.sources),
             bypass_mode=self.correction.bypass_mode,
             has_forward_only_pass=self.has_forward_only_pass,
             is_sequence_parallel=config.parallel.sequence_parallel,
@@ -134,7 +134,8 @@ class RunSpec:
 
     def _update_facts(self) -> dict[str, UpdateFacts]:
         def facts(settings: UpdateSettings, is_read: bool, dtype: str) -> UpdateFacts:
-            return UpdateFacts(settings.mini_batches(self.trajectories), settings.loss_agg_mode, is_read, dtype)
+            mini_batches = settings.mini_batches(self.config.data.train_batch_size)
+            return UpdateFacts(mini_batches, settings.loss_agg_mode, is_read, dtype)
 
         config, dtype = self.config, self.config.model.dtype
         actor_reads = self.actor.loss_agg_mode == SCALED_BY_FACTOR
@@ -172,7 +173,7 @@ def make_run_spec(config: Config, data_parallel_size: int, supervised: bool = Fa
         estimator=estimator,
         policy_loss=loss,
         correction=correction,
-        reward=reward_function(config.reward.function, config.reward.options),
+        rewards=rewards_of(config.reward),
         actor=actor,
         critic=critic,
         critic_parallel=config.critic.parallel.within(config.parallel) if critic else None,

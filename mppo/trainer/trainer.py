@@ -244,7 +244,7 @@ class Trainer:
     @named_step
     def old_log_probs(self, batch: StepBatch) -> StepBatch:
         """Step 4: the PPO anchor, under the weights before any update of this step; in bypass mode the rollout's."""
-        anchor = self.spec.anchor(len(batch.table))
+        anchor = self.spec.anchor(batch.table.prompt_count)
         if anchor is Anchor.ROLLOUT_POLICY:
             return batch.with_fields(old_log_probs=batch.packed["rollout_log_probs"])
         if anchor is Anchor.CURRENT_POLICY:

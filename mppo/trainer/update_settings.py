@@ -11,8 +11,8 @@ from mppo.errors import ConfigError
 class UpdateSettings:
     """How one role goes through a batch."""
 
-    mini_batch_size: int
-    """Trajectories per optimizer step."""
+    prompts: int
+    """Per optimizer step at most, each with all its trajectories."""
     epochs: int
     shuffle: bool
     limit: MicroBatchLimit
@@ -29,13 +29,13 @@ class UpdateSettings:
         """Of all its passes."""
         return [self.infer_limit, self.limit]
 
-    def mini_batches(self, trajectories: int) -> int:
-        """Of an epoch over so many trajectories."""
-        return -(-trajectories // self.mini_batch_size)
+    def mini_batches(self, prompts: int) -> int:
+        """Of an epoch over the trajectories of so many prompts."""
+        return -(-prompts // self.prompts)
 
-    def optimizer_steps(self, trajectories: int) -> int:
-        """Of a training step over so many trajectories."""
-        return self.epochs * self.mini_batches(trajectories)
+    def optimizer_steps(self, prompts: int) -> int:
+        """Of a training step over the trajectories of so many prompts."""
+        return self.epochs * self.mini_batches(prompts)
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,21 @@ class Defaults:
 def actor_settings(config: Config, paper_mode: str, denominator: str) -> UpdateSettings:
     """`paper_mode` is the aggregation mode of the paper of its loss. Raises ConfigError for a missing limit."""
     defaults = Defaults(paper_mode, config.data.max_response_length, prompts=0)  # the actor's own are never null
-    return _settings(config.actor, config.rollout.n, defaults, denominator)
+    return _settings(config.actor, defaults, denominator)
 
 
 def critic_settings(config: Config, actor: UpdateSettings) -> UpdateSettings:
     """A critic inherits what it does not say from the actor. Raises ConfigError for a missing limit."""
-    defaults = Defaults(
-        actor.loss_agg_mode, actor.norm, actor.mini_batch_size // config.rollout.n, (actor.limit, actor.infer_limit)
-    )
-    return _settings(config.critic, config.rollout.n, defaults, actor.denominator)
+    defaults = Defaults(actor.loss_agg_mode, actor.norm, actor.prompts, (actor.limit, actor.infer_limit))
+    return _settings(config.critic, defaults, actor.denominator)
 
 
-def _settings(given: TrainedRoleConfig, answers: int, defaults: Defaults, denominator: str) -> UpdateSettings:
+def _settings(given: TrainedRoleConfig, defaults: Defaults, denominator: str) -> UpdateSettings:
     limits = defaults.limits
     if limits is None or given.has_limits:
         limits = _limits(given)
     return UpdateSettings(
-        mini_batch_size=(given.ppo_mini_batch_size or defaults.prompts) * answers,
+        prompts=given.ppo_mini_batch_size or defaults.prompts,
         epochs=given.ppo_epochs,
         shuffle=given.shuffle,
         limit=limits[0],

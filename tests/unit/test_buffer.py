@@ -31,7 +31,13 @@ def alone(numbers):
 
 
 class Numbered:
-    """Prompts that are what their numbers say."""
+    """Prompts that are what their numbers say, from the `first` on."""
+
+    def __init__(self, first: int = 0):
+        self.first = first
+
+    def __contains__(self, number: int) -> bool:
+        return number >= self.first
 
     def __getitem__(self, number: int) -> str:
         return f"prompt {number}"
@@ -185,3 +191,12 @@ def test_what_waits_is_dealt_out_to_another_number_of_ranks(numbers, before, aft
             for answer_now, answer_saved in zip(one.answers, saved_one.answers, strict=True):
                 assert answer_now.judgement == answer_saved.judgement
                 assert str(answer_now.trajectory) == str(answer_saved.trajectory)
+
+
+def test_groups_of_prompts_that_are_not_known_any_more_are_left_out_and_counted():
+    saved = buffer_of()
+    for number in (3, 4, 5):
+        saved.put(group(number))
+    resumed = Buffer(alone, Numbered(first=5), 0, 1, None)
+    resumed.load_state_dicts([saved.state_dict()])
+    assert (resumed.dropped, list(resumed.snapshot())) == (2, [5])

@@ -10,12 +10,13 @@ from mppo.config import DataConfig, PromptSource, RewardConfig
 from mppo.errors import EngineError
 from mppo.rollout.agents import session
 from mppo.rollout.agents.single_turn import single_turn
+from mppo.rollout.answer_text import AnswerText
 from mppo.rollout.buffer import Buffer
 from mppo.rollout.collector import Asking, Collector, together
 from mppo.rollout.engines.contract import Completion, SamplingParams
 from mppo.rollout.prompts import PromptStream, load_prompts
 from mppo.rollout.reward_workers import RewardWorkers
-from mppo.rollout.tasks import reward_function
+from mppo.rollout.tasks import rewards_of
 from tests.unit.engines import own_weights, small_engine, update
 
 pytestmark = pytest.mark.unit
@@ -33,7 +34,11 @@ def engine():
 
 
 def collector(engine, asking=ASKING, rank=0, ranks=1, agent=single_turn):
-    rewards = RewardWorkers(reward_function("class", {}), RewardConfig(workers=0), engine.tokenizer)
+    rewards = RewardWorkers(
+        rewards_of(RewardConfig("class")),
+        RewardConfig(workers=0),
+        AnswerText(engine.tokenizer, {engine.tokenizer.eos_token_id}),
+    )
     return Collector(engine, agent, rewards, asking, VOCABULARY, rank, ranks)
 
 

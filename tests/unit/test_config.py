@@ -184,7 +184,7 @@ def test_the_critic_inherits_the_actors_limits_and_mode_and_may_have_its_own():
         1,
     ).critic
     assert (own.limit.tokens, own.infer_limit.tokens) == (64, 128)
-    assert (own.loss_agg_mode, own.mini_batch_size, own.epochs) == ("token-mean", 4, 3)
+    assert (own.loss_agg_mode, own.prompts, own.epochs) == ("token-mean", 2, 3)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

@@ -214,3 +214,21 @@ def test_new_weights_are_those_given():
 
 def test_a_request_belongs_to_the_group_of_its_prompt():
     assert replace(requests(GREEDY)[0], uid=TrajectoryId(7, 3, part=1)).group == 7
+
+
+def test_a_stop_text_of_many_tokens_a_character_is_found():
+    """Bytes as tokens: each character of the stop text takes four."""
+    engine = small_engine()
+    engine.tokenizer = Utf8()
+    stop = "\U0001f600" * 5
+    written = [torch.tensor([byte]) for byte in (stop + "a").encode()]
+    params = replace(GREEDY, stop=(stop,))
+    found = [bool(engine._ends_with_stop(written[: i + 1], params)) for i in range(len(written))]
+    assert found == [False] * 19 + [True] * 2
+
+
+class Utf8:
+    """Bytes are tokens."""
+
+    def batch_decode(self, rows, **_):
+        return [bytes(row.tolist()).decode(errors="replace") for row in rows]

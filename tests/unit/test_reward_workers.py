@@ -6,30 +6,33 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from mppo.batch.trajectory import Trajectory, TrajectoryId
+from mppo.batch.trajectory import Status, Trajectory, TrajectoryId
 from mppo.config import RewardConfig
 from mppo.errors import ConfigError, RewardError
+from mppo.rollout.answer_text import AnswerText
 from mppo.rollout.prompts import Prompt
 from mppo.rollout.reward_workers import RewardWorkers
-from mppo.rollout.rewards import RewardFunction
-from mppo.rollout.tasks import reward_function
+from mppo.rollout.rewards import RewardFunction, Rewards
+from mppo.rollout.tasks import rewards_of
 from mppo.weights.presets import PRESETS
 
 pytestmark = pytest.mark.unit
 
 TOKENIZER = PRESETS.get("char").fn({})[1]
+TEXT = AnswerText(TOKENIZER, {TOKENIZER.eos_token_id})
 HERE = "tests.unit.reward_functions"
 
 
 @contextmanager
 def rewards(name, **config):
     config = RewardConfig(function=name if name == "math_verify" else f"{HERE}:{name}", **{"workers": 2} | config)
-    workers = RewardWorkers(reward_function(config.function, config.options), config, TOKENIZER)
+    workers = RewardWorkers(rewards_of(config), config, TEXT)
     try:
         yield workers
     finally:
@@ -69,7 +72,7 @@ def test_the_answer_is_what_the_model_wrote_and_nothing_else():
     )
     seen = []
     function = RewardFunction("mine", lambda sample: seen.append(sample) or 1.0)
-    workers = RewardWorkers(function, RewardConfig(workers=0), TOKENIZER)
+    workers = RewardWorkers(Rewards({None: function}), RewardConfig(workers=0), TEXT)
     ((judgement,),) = judge(workers, [(trajectory, Prompt("1+2=", tuple(ids[0]), "3", {"level": 4}))])
     (sample,) = seen
     assert (sample.prompt, sample.response, sample.ground_truth) == ("1+2=", "(1+2)ab", "3")
@@ -97,6 +100,59 @@ def test_worker_processes_judge_many_groups_in_order():
         assert judgement.score == os.getpid()
 
 
+THINKS = "<think>", "</think>"
+
+
+@pytest.mark.parametrize(
+    ("skip", "status", "text"),
+    [
+        (False, Status.FINISHED, "<think>1</think>3"),
+        (True, Status.FINISHED, "13"),
+        (False, Status.TRUNCATED, "<think>1</think>3<eos>"),
+    ],
+)
+def test_special_tokens_are_seen_but_for_the_one_that_ended_the_answer(skip, status, text):
+    tokenizer = PRESETS.get("char").fn({})[1]
+    tokenizer.add_special_tokens({"additional_special_tokens": list(THINKS)})
+    ids = torch.tensor(tokenizer("q=<think>1</think>3<eos>")["input_ids"])
+    trajectory = Trajectory(TrajectoryId(0, 0), ids, torch.arange(len(ids)) >= 2, torch.zeros(len(ids)), status=status)
+    read = AnswerText(tokenizer, {tokenizer.eos_token_id}, skip)
+    assert read.of_actions(trajectory) == read.after(2, trajectory) == text
+
+
+def test_each_data_source_has_a_reward_of_its_own():
+    sources = {
+        "math": {"function": "exact_match", "options": {"ignore_case": True}},
+        "long": {"function": f"{HERE}:length"},
+    }
+    config = RewardConfig(sources=sources, workers=1)
+    workers = RewardWorkers(rewards_of(config), config, TEXT)
+    try:
+        groups = [
+            [(trajectory, replace(prompt, source=source)) for trajectory, prompt in answered("q=", answers)]
+            for source, answers in (("math", ["3", "4"]), ("long", ["1234", "1"]))
+        ]
+        scores = [[judgement.score for judgement in group] for group in judge(workers, *groups)]
+        assert scores == [[1.0, 0.0], [4.0, 1.0]]
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("exact_match", "reward.sources.math is 'exact_match'; it must be"),
+        ({"options": {}}, "reward.sources.math is .*; it must be"),
+        ({"function": "exakt"}, "unknown reward 'exakt'"),
+        ({"function": "exact_match", "options": {"x": 1}}, "reward.sources.math.options.x"),
+        ({"function": "exact_match", "name": "x"}, "reward.sources.math.name"),
+    ],
+)
+def test_a_data_source_without_a_proper_reward_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        rewards_of(RewardConfig(sources={"math": given}))
+
+
 def test_worker_processes_import_only_the_reward():
     script = """
 import asyncio
@@ -104,8 +160,8 @@ import torch
 from mppo.rollout.reward_pool import RewardPool
 from mppo.rollout.rewards import RewardFunction, Sample
 from tests.unit.reward_functions import process
-pool = RewardPool(RewardFunction("mine", process), workers=1, timeout_s=60)
-[outcome] = asyncio.run(pool.call([Sample("q=", "x", "3", {}, (0, 1), (False, True))]))
+pool = RewardPool([RewardFunction("mine", process)], workers=1, timeout_s=60)
+[outcome] = asyncio.run(pool.call(pool.functions[0], [Sample("q=", "x", "3", {}, (0, 1), (False, True))]))
 pool.close()
 print(outcome.parts)
 """
@@ -149,13 +205,13 @@ def test_what_hangs_is_ended_by_the_deadline_and_nothing_else_is_lost():
 class Spelled:
     """A tokenizer of code points: the preset's has no braces."""
 
-    def decode(self, ids, skip_special_tokens):
+    def decode(self, ids, **_):
         return "".join(map(chr, ids))
 
 
 def test_an_endless_power_is_ended_by_the_deadline():
     with rewards("math_verify", on_error="score", error_score=-1.0, timeout_s=4.0, workers=1) as workers:
-        workers.tokenizer = Spelled()
+        workers.text = AnswerText(Spelled(), ())
         prompt = Prompt("1+2=", (0,), "3")
         answers = ["1+2", "$9^{9^{9^{9}}}$", "4"]
         group = []
@@ -207,9 +263,9 @@ import asyncio
 from mppo.rollout.reward_pool import RewardPool
 from mppo.rollout.rewards import RewardFunction, Sample
 from tests.unit.reward_functions import hang_and_tell
-pool = RewardPool(RewardFunction("mine", hang_and_tell), workers=1, timeout_s=600)
+pool = RewardPool([RewardFunction("mine", hang_and_tell)], workers=1, timeout_s=600)
 sample = Sample("q=", "x", "3", {{"file": {str(tmp_path / "pid")!r}}}, (0, 1), (False, True))
-asyncio.run(pool.call([sample]))
+asyncio.run(pool.call(pool.functions[0], [sample]))
 """
     trainer = subprocess.Popen([sys.executable, "-c", script])
     try:
@@ -250,7 +306,7 @@ def test_a_function_that_workers_cannot_import_is_refused_before_the_run():
     with pytest.raises(
         ConfigError, match=r"reward\.function=mine cannot be sent to worker processes.*reward\.workers=0"
     ):
-        RewardWorkers(function, RewardConfig(), TOKENIZER)
+        RewardWorkers(Rewards({None: function}), RewardConfig(), TEXT)
 
 
 @pytest.mark.parametrize(

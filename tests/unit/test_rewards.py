@@ -42,6 +42,23 @@ def test_math_verify(response, reward):
     assert outcome("math_verify", answered(response, "0.5")).score == reward
 
 
+THOUGHTS = [
+    ("q=", "<think>0.5 \\boxed{0.5}</think>1/3", 0.0),
+    ("q=", "<think>1/3 \\boxed{1/3}</think>the answer is \\boxed{1/2}", 1.0),
+    ("q=", "<think>\\boxed{0.5}", 0.0),
+    ("q=<think>\n", "\\boxed{0.5}", 0.0),
+    ("q=<think>\n", "\\boxed{0.3}</think>\\boxed{0.5}", 1.0),
+    ("q=<think>\n\n</think>\n", "\\boxed{0.5}", 1.0),
+]
+
+
+@pytest.mark.parametrize(("prompt", "response", "reward"), THOUGHTS)
+def test_what_is_thought_is_no_answer(prompt, response, reward):
+    assert outcome("math_verify", answered(response, "0.5", prompt)).score == reward
+    exact = response.replace("the answer is ", "").replace("\\boxed{1/2}", "0.5").replace("\\boxed{0.5}", "0.5")
+    assert outcome("exact_match", answered(exact, "0.5", prompt)).score == reward
+
+
 def test_reasoning_gyms_own_scorer():
     pytest.importorskip("reasoning_gym")
     config = reasoning_gym.ReasoningGymConfig(dataset="chain_sum", size=1)
@@ -52,6 +69,8 @@ def test_reasoning_gyms_own_scorer():
 
 def test_the_class_reward_counts_characters_of_the_class_among_the_models_tokens():
     assert outcome("class", answered("12ab", "d")).score == 0.5
+    unfinished = Sample("l:", "a<eos>1", "l", {}, tuple(range(5)), (False, False, True, True, True))
+    assert outcome("class", unfinished).score == pytest.approx(1 / 3)  # the letters of a special token are none
     stopped = Sample("d:", "12", "d", {}, tuple(range(5)), (False, False, True, True, True))
     assert outcome("class", stopped).score == pytest.approx(2 / 3)  # the end of the text is an action without a letter
 

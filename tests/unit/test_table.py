@@ -102,14 +102,15 @@ def test_each_answer_has_the_reward_of_the_greedy_answer_to_its_prompt():
 
 
 @pytest.mark.parametrize("lost", [{"status": Status.ABORTED}, {"abstains": True}])
-def test_a_greedy_answer_that_is_missing_is_named(lost):
+def test_answers_without_the_greedy_answer_that_they_are_compared_with_do_not_train(lost):
     samples = [summary(TrajectoryId(prompt, 0)) for prompt in (3, 8)]
     greedy = [
         summary(TrajectoryId(3, 1), purpose=Purpose.BASELINE),
         summary(TrajectoryId(8, 1), purpose=Purpose.BASELINE, **lost),
     ]
-    with pytest.raises(DataError, match="the greedy answer to prompt 8 is missing"):
-        _ = table_of([*samples, *greedy]).reward_baselines
+    table = table_of([*samples, *greedy])
+    assert [s.uid.prompt for s in table.summaries] == [3]
+    assert table.left_out.without_baseline == 1
 
 
 def test_parts_of_the_reward_that_every_trajectory_has():

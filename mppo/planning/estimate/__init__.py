@@ -51,7 +51,7 @@ def estimate_actor(spec: RunSpec, model: ModelConfig, mix: Mix) -> Estimate:
     layout = Layout.of(
         config.parallel, spec.data_parallel_size, config.model.dtype, config.actor.optim, config.model.recompute
     )
-    load = load_of(mix.step(spec.trajectories), spec.actor, model, layout.sizes)
+    load = load_of(mix.step(spec.trajectories), spec.actor, model, layout.sizes, config.rollout.n)
     return estimate(model, layout, load, HeadTerms(terms.entropy_coeff != 0, terms.uses_full_kl))
 
 

@@ -10,11 +10,12 @@ from statistics import NormalDist
 from typing import Any
 
 from mppo.batch.balance import WorkloadModel
-from mppo.batch.batch_plan import assign_ranks, by_rank, plan_micro_batches, split_mini_batches
+from mppo.batch.batch_plan import assign_ranks, by_rank, plan_micro_batches
 from mppo.config import DataConfig
 from mppo.errors import ConfigError
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Sizes
+from mppo.trainer.batches import mini_batches_of_epoch
 from mppo.trainer.run_spec import UpdateSettings
 
 SEED = 0
@@ -135,8 +136,10 @@ class Load:
     """Workload of the heaviest data-parallel rank over that of the mean."""
 
 
-def load_of(lengths: list[Length], settings: UpdateSettings, model: ModelConfig, sizes: Sizes) -> Load:
-    """Of a training step with trajectories of these lengths, planned as the trainer plans it.
+def load_of(
+    lengths: list[Length], settings: UpdateSettings, model: ModelConfig, sizes: Sizes, answers: int = 1
+) -> Load:
+    """Of a training step with trajectories of these lengths, `answers` to each prompt, planned as the trainer plans it.
 
     Raises DataError that names a trajectory over the token budget of a micro-batch.
     """
@@ -144,7 +147,8 @@ def load_of(lengths: list[Length], settings: UpdateSettings, model: ModelConfig,
     projected = sum(length.response for length in lengths) / sum(length.total for length in lengths)
     cost = WorkloadModel.of(model, projected)
     workloads = [cost(length.total) for length in lengths]
-    mini_batches = split_mini_batches(len(lengths), settings.mini_batch_size)
+    prompts = [index // answers for index in range(len(lengths))]
+    mini_batches = mini_batches_of_epoch(prompts, settings, seed=0, step=0, epoch=0)
     rank_of = assign_ranks(mini_batches, workloads, sizes.dp)
     limit, loads = sizes.replica_limit(settings.limit), []
     for indices in mini_batches:

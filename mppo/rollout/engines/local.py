@@ -202,8 +202,9 @@ class LocalEngine:
         """`[B]` bool: whose text so far contains one of `params.stop`."""
         if not params.stop:
             return torch.zeros_like(written[0], dtype=torch.bool)
-        recent = written[-max(len(stop) for stop in params.stop) - 1 :]  # a token is at least a character, or none
-        texts = self.tokenizer.batch_decode(torch.stack(recent, 1))
+        # A token is at least a byte, or none; one more, for what a tokenizer leaves out at the beginning of a text.
+        recent = written[-max(len(stop.encode()) for stop in params.stop) - 1 :]
+        texts = self.tokenizer.batch_decode(torch.stack(recent, 1), clean_up_tokenization_spaces=False)
         return torch.tensor([any(stop in text for stop in params.stop) for text in texts], device=self.device)
 
 

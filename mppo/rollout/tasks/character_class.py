@@ -6,6 +6,7 @@ from typing import Any
 
 from mppo.rollout.generators import GENERATORS
 from mppo.rollout.rewards import REWARDS, Sample
+from mppo.rollout.tasks.characters import characters
 
 
 @dataclass(frozen=True)
@@ -25,4 +26,4 @@ def class_prompts(config: CharacterClassConfig) -> list[dict[str, Any]]:
 def class_reward(sample: Sample) -> float:
     """Share of the model's tokens, each a character, that are of the class asked for."""
     belongs = str.isdigit if sample.ground_truth == "d" else str.isalpha
-    return sum(belongs(c) for c in sample.response) / max(sample.action_count, 1)
+    return sum(belongs(c) for c in characters(sample.response)) / max(sample.action_count, 1)

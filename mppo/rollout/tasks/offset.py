@@ -6,6 +6,7 @@ from typing import Any
 
 from mppo.rollout.generators import GENERATORS
 from mppo.rollout.rewards import REWARDS, Reward, Sample
+from mppo.rollout.tasks.characters import characters
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,6 @@ def offset_prompts(config: OffsetConfig) -> list[dict[str, Any]]:
 @REWARDS.register("offset")
 def offset_reward(sample: Sample) -> Reward:
     """Share of digits copied right, plus a third of the prompt's shift; accurate when all are right."""
-    wanted = sample.ground_truth
-    right = sum(sample.response[i : i + 1] == digit for i, digit in enumerate(wanted)) / len(wanted)
-    return Reward(right + sample.fields["shift"] / 3, accuracy=float(sample.response == wanted))
+    wanted, given = sample.ground_truth, characters(sample.response)
+    right = sum(given[i : i + 1] == digit for i, digit in enumerate(wanted)) / len(wanted)
+    return Reward(right + sample.fields["shift"] / 3, accuracy=float(given == wanted))
