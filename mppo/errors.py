@@ -1,6 +1,8 @@
 """The errors mppo raises for bad input. Each message names the field, file or sample, and the fix."""
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class MppoError(Exception):
@@ -23,7 +25,7 @@ class DataError(MppoError, ValueError):
 
 
 class TrainingError(MppoError, ArithmeticError):
-    """A gradient is not finite; the weights after that step are not to be used."""
+    """The loss or the gradient of an optimizer step is not finite; the step was not made."""
 
 
 class CheckpointError(MppoError, OSError):
@@ -36,6 +38,16 @@ class RewardError(MppoError, ValueError):
 
 class EngineError(MppoError, RuntimeError):
     """A rollout engine cannot answer: it has no weights, an update failed, or it does not answer in time."""
+
+
+@contextmanager
+def alike_on_every_rank() -> Iterator[None]:
+    """What is inside follows from what every rank knows: an MppoError of one is an error of all."""
+    try:
+        yield
+    except MppoError as error:
+        error.on_every_rank = True
+        raise
 
 
 class RankError(MppoError, RuntimeError):

@@ -19,6 +19,8 @@ class TrajectorySummary:
     """Tokens."""
     actions: int
     """Tokens that the policy wrote: the length of the response."""
+    prompt_length: int
+    """Tokens before the first that the policy wrote."""
     status: Status
     purpose: Purpose
     abstains: bool
@@ -29,6 +31,8 @@ class TrajectorySummary:
     accuracy: float
     parts: dict[str, float]
     """Named parts of the reward."""
+    source: str | None
+    """Data source of the prompt, where rewards differ by it."""
     oldest_version: int | None
     """Of the weights that wrote it; None where nothing was written."""
     mean_version: float
@@ -43,6 +47,7 @@ class TrajectorySummary:
             uid=trajectory.uid,
             length=len(trajectory),
             actions=trajectory.action_count,
+            prompt_length=trajectory.prompt_length,
             status=trajectory.status,
             purpose=trajectory.purpose,
             abstains=judgement.abstains,
@@ -50,6 +55,7 @@ class TrajectorySummary:
             outcome=judgement.score or 0.0,
             accuracy=judgement.accuracy,
             parts=judgement.parts,
+            source=judgement.source,
             oldest_version=min((version for _, version in written), default=None),
             mean_version=sum(tokens * version for tokens, version in written) / max(count, 1),
         )

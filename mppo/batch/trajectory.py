@@ -65,6 +65,8 @@ class Purpose(StrEnum):
     """To be trained on."""
     BASELINE = "baseline"
     """Greedy: its reward is compared with that of the samples of its group. It does not train."""
+    VALIDATION = "validation"
+    """To a held-out prompt."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ class Trajectory:
     def action_count(self) -> int:
         """Length of the response; output of tools is none of it."""
         return int(self.action_mask.sum())
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first action."""
+        return int(self.action_mask.long().argmax()) if bool(self.action_mask.any()) else len(self)
 
     @property
     def action_ids(self) -> list[int]:
@@ -148,6 +155,8 @@ class Judgement:
     """Named parts of the reward."""
     token_rewards: Tensor | None = None
     """`[L]` float32: rewards of single tokens, in addition to the outcome."""
+    source: str | None = None
+    """The data source whose reward judged it, where rewards differ by it."""
 
     @property
     def abstains(self) -> bool:

@@ -84,6 +84,7 @@ def _train(options: argparse.Namespace) -> int:
     try:
         Trainer(run).train()
     finally:
+        run.records.reporter.close()
         run.rollouts.collector.close()
     topology.shutdown()
     return 0

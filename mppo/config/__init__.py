@@ -17,8 +17,15 @@ from mppo.config.actor_critic import (
     TrainedRoleConfig,
 )
 from mppo.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControllerConfig
-from mppo.config.checks import not_negative, positive
-from mppo.config.data import DataConfig, OverlongBufferConfig, PromptSource, RewardConfig, RolloutConfig
+from mppo.config.checks import not_negative, one_of, positive
+from mppo.config.data import (
+    DataConfig,
+    OverlongBufferConfig,
+    PromptSource,
+    RewardConfig,
+    RolloutConfig,
+    ValidationSamplingConfig,
+)
 from mppo.config.parallel import ModelSource, ParallelConfig, RecomputeConfig
 from mppo.config.run_facts import RunFacts, Unread, UpdateFacts, refuse_unread
 from mppo.errors import ConfigError
@@ -46,6 +53,7 @@ __all__ = [
     "TrainerConfig",
     "Unread",
     "UpdateFacts",
+    "ValidationSamplingConfig",
     "refuse_unread",
 ]
 
@@ -78,13 +86,25 @@ class TrainerConfig:
     """Go on even where a field differs from the checkpoint's that a run would train otherwise with; what differs is
     printed."""
     keep_checkpoints: int | None = None
-    """The newest so many stay, older ones are deleted; null: all stay."""
+    """The newest so many stay, and of those after which there was a validation the most accurate; others are deleted.
+    null: all stay."""
+    on_non_finite: str = "stop"
+    """What becomes of an optimizer step whose loss or gradient is not finite, which is seen before the step: `stop`
+    saves what was trained and ends the run, `skip` leaves the step out."""
+    max_skipped_steps: int = 10
+    """More optimizer steps left out in a row end the run, with on_non_finite=skip."""
     samples_per_step: int = 4
     """Generations written to out_dir/samples each step, of those that the first rank made; when a step is refused for
     want of a reward, all that have none."""
 
     def __post_init__(self):
-        positive("trainer", total_training_steps=self.total_training_steps, keep_checkpoints=self.keep_checkpoints)
+        positive(
+            "trainer",
+            total_training_steps=self.total_training_steps,
+            keep_checkpoints=self.keep_checkpoints,
+            max_skipped_steps=self.max_skipped_steps,
+        )
+        one_of("trainer.on_non_finite", self.on_non_finite, ("stop", "skip"))
         not_negative(
             "trainer",
             seed=self.seed,
@@ -100,6 +120,8 @@ class TrainerConfig:
             raise ConfigError("trainer.keep_checkpoints has no effect with trainer.save_freq=0; set that")
 
     def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if self.on_non_finite == "stop":
+            yield Unread("max_skipped_steps", "trainer.on_non_finite=stop ends the run at the first")
         if not run.has_critic:
             yield Unread("critic_warmup", f"algorithm.adv_estimator={run.adv_estimator} needs no critic")
         if not run.has_validation:

@@ -37,7 +37,7 @@ class DataConfig:
     train: PromptSource = field(default_factory=PromptSource)
     """Prompts to train on."""
     val: PromptSource = field(default_factory=PromptSource)
-    """Held-out prompts, answered greedily; optional."""
+    """Held-out prompts, answered as rollout.val_kwargs says; optional."""
     prompt_key: str = "prompt"
     """Field with the prompt: a text, or chat messages (a list of {role, content}); where the assistant has the last
     word, its message is continued. A field inside another is named by its path: `a.b`."""
@@ -75,6 +75,39 @@ class DataConfig:
 
 
 @dataclass
+class ValidationSamplingConfig:
+    """How held-out prompts are answered."""
+
+    n: int = 1
+    """Answers per prompt; with more than one `val/pass@k` is reported too."""
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    """As in training."""
+    top_k: int = 0
+    """As in training."""
+
+    def __post_init__(self):
+        positive("rollout.val_kwargs", n=self.n)
+        not_negative("rollout.val_kwargs", temperature=self.temperature, top_k=self.top_k)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"rollout.val_kwargs.top_p is {self.top_p}; it must be in (0, 1]")
+        if self.n > 1 and not self.temperature:
+            raise ConfigError(
+                f"rollout.val_kwargs.n={self.n} greedy answers would all be the same; raise"
+                " rollout.val_kwargs.temperature"
+            )
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if not self.temperature:
+            yield Unread("top_p", "rollout.val_kwargs.temperature=0 is greedy")
+            yield Unread("top_k", "rollout.val_kwargs.temperature=0 is greedy")
+        if not run.has_validation:
+            for name in ("n", "temperature", "top_p", "top_k"):
+                yield Unread(name, "data.val is not given")
+
+
+@dataclass
 class RolloutConfig:
     """How prompts are answered."""
 
@@ -102,6 +135,7 @@ class RolloutConfig:
     """dtype of the generating copy of the model; null: model.dtype."""
     batch_size: int = 256
     """Sequences that one process generates at a time."""
+    val_kwargs: ValidationSamplingConfig = field(default_factory=ValidationSamplingConfig)
 
     def __post_init__(self):
         positive(

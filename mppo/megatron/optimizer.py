@@ -5,6 +5,7 @@ import math
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mppo.config import OptimConfig
@@ -58,18 +59,29 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def step(self) -> dict[str, float]:
-        """Advance the schedule, then clip and update; returns the gradient norm and the learning rate used.
+        """Look at the gradient, advance the schedule, clip and update; returns the gradient norm and the learning rate
+        used.
 
-        The schedule advances first, so that warm-up gives the first step lr / lr_warmup_steps and not 0.
+        The schedule advances first, so that warm-up gives the first step lr / lr_warmup_steps and not 0. Raises
+        TrainingError, on every rank and with nothing changed, for a gradient that is not finite.
         """
-        self.scheduler.step(1)
-        _, grad_norm, _ = self.megatron.step()
+        self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(grad_norm):
-            raise TrainingError(
-                f"the gradient norm is {grad_norm}: the weights of this step are spoilt; resume from the last"
-                " checkpoint with a smaller optim.lr, or look for losses and rewards without bound"
-            )
-        return {"grad_norm": float(grad_norm), "lr": self.megatron.param_groups[0]["lr"]}
+            error = TrainingError(f"the gradient norm is {grad_norm}; no step was made")
+            error.on_every_rank = True
+            raise error
+        self.scheduler.step(1)
+        self._clip(grad_norm)
+        self.megatron.step_with_ready_grads()
+        return {"grad_norm": grad_norm, "lr": self.megatron.param_groups[0]["lr"]}
+
+    def _clip(self, grad_norm: float) -> None:
+        """As `ChainedOptimizer.step` of Megatron-core does between the norm and the update."""
+        for part in optimizers_of(self.megatron):
+            parameters = part.get_parameters()
+            if parameters and part.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
 
     @property
     def steps(self) -> int:

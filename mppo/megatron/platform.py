@@ -8,6 +8,7 @@ megatron is patched; `prepare` must run before the first `import megatron.core`.
 import functools
 import logging
 import os
+import resource
 import warnings
 from contextlib import contextmanager
 
@@ -40,6 +41,13 @@ def device() -> torch.device:
 def backend() -> str:
     """Tensors on the host always travel over gloo."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has held so far: on its GPU, or without one in all."""
+    if has_cuda():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def bind_device(local_rank: int) -> None:

@@ -32,6 +32,10 @@ class Asking:
     run_seed: int
     timeout_s: float
     """That one call of the engine may take."""
+    validation: SamplingParams
+    """Of held-out prompts."""
+    validation_samples: int = 1
+    """Answers to a held-out prompt."""
     with_baseline: bool = False
     """A greedy answer beside the samples, under the sample number that follows theirs."""
     prompts_per_draw: int = 1
@@ -73,13 +77,15 @@ class Collector:
         await together(*(one(number, prompt) for number, prompt in prompts.items()))
 
     def validate(self, prompts: Mapping[int, Prompt]) -> list[Answer]:
-        """Greedy answers to this rank's share of the prompts, judged."""
+        """Answers to this rank's share of held-out prompts, judged."""
         mine = {number: prompt for number, prompt in prompts.items() if number % self.ranks == self.rank}
-        return self.loop.run(self._greedy_answers(mine))
+        return self.loop.run(self._answers(mine))
 
-    async def _greedy_answers(self, prompts: Mapping[int, Prompt]) -> list[Answer]:
+    async def _answers(self, prompts: Mapping[int, Prompt]) -> list[Answer]:
         async def one(number: int, prompt: Prompt) -> list[Answer]:
-            return await self._judged(prompt, await self._answer(number, 0, prompt, Purpose.BASELINE))
+            samples = range(self.asking.validation_samples)
+            asked = [self._answer(number, sample, prompt, Purpose.VALIDATION) for sample in samples]
+            return await self._judged(prompt, [t for answer in await together(*asked) for t in answer])
 
         found = await together(*(one(number, prompt) for number, prompt in prompts.items()))
         return [answer for answers in found for answer in answers]
@@ -96,7 +102,11 @@ class Collector:
     async def _answer(self, number: int, sample: int, prompt: Prompt, purpose: Purpose) -> list[Trajectory]:
         """What the agent makes of one sample."""
         asking = self.asking
-        params = asking.sampling if purpose == Purpose.SAMPLE else asking.greedy
+        params = {
+            Purpose.SAMPLE: asking.sampling,
+            Purpose.BASELINE: asking.greedy,
+            Purpose.VALIDATION: asking.validation,
+        }[purpose]
         uid = TrajectoryId(number, sample)
         session = Session(self.engine, uid, params, asking.run_seed, asking.timeout_s, purpose)
         trajectories = await self.agent(prompt, session)

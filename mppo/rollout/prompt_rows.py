@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
@@ -15,7 +15,7 @@ from mppo.rollout.json_lines import JsonLines
 from mppo.rollout.tasks import GENERATORS
 
 Row = dict[str, Any]
-Table = Dataset | Sequence[Row]
+Table: TypeAlias = Dataset | Sequence[Row]
 FORMATS = (".jsonl", ".json", ".parquet")
 
 

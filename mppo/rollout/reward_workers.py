@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,11 +43,12 @@ class RewardWorkers:
         """
         if not group:
             return []
-        function = self.rewards.of(group[0][1].source)
+        source = group[0][1].source
+        function = self.rewards.of(source)
         samples = [self._sample(trajectory, prompt) for trajectory, prompt in group]
         outcomes = await self._outcomes(function, samples)
         return [
-            self._judgement(trajectory, sample, outcome, function)
+            replace(self._judgement(trajectory, sample, outcome, function), source=source)
             for (trajectory, _), sample, outcome in zip(group, samples, outcomes, strict=True)
         ]
 

@@ -3,11 +3,12 @@
 import os
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from mppo.algorithm.group_selection import has_signal
-from mppo.config import Config, PromptSource
+from mppo.config import Config, PromptSource, RolloutConfig, ValidationSamplingConfig
 from mppo.megatron import topology as process_groups
 from mppo.megatron.collectives import fail_together, gather_from_all
 from mppo.megatron.head import PolicyHead
@@ -22,6 +23,7 @@ from mppo.rollout.engines.contract import SamplingParams
 from mppo.rollout.prompt_group import Group
 from mppo.rollout.prompts import PromptSet, PromptStream, load_prompts
 from mppo.rollout.reward_workers import RewardWorkers
+from mppo.trainer import run_folder
 from mppo.trainer.manifest import RunDescription
 from mppo.trainer.model_checks import check_models
 from mppo.trainer.reporter import Reporter, SilentReporter
@@ -153,8 +155,10 @@ def _asking(spec: RunSpec) -> Asking:
     config = spec.config
     return Asking(
         samples=config.rollout.n,
-        sampling=_sampling(config, config.rollout.temperature),
-        greedy=_sampling(config, 0.0),
+        sampling=_sampling(config, config.rollout),
+        greedy=_sampling(config, ValidationSamplingConfig()),
+        validation=_sampling(config, config.rollout.val_kwargs),
+        validation_samples=config.rollout.val_kwargs.n,
         run_seed=config.trainer.seed,
         timeout_s=config.rollout.timeout_s,
         with_baseline=spec.estimator.traits.greedy_baseline,
@@ -162,13 +166,13 @@ def _asking(spec: RunSpec) -> Asking:
     )
 
 
-def _sampling(config: Config, temperature: float) -> SamplingParams:
-    rollout, greedy = config.rollout, temperature == 0
+def _sampling(config: Config, drawn: RolloutConfig | ValidationSamplingConfig) -> SamplingParams:
+    rollout = config.rollout
     return SamplingParams(
         max_new_tokens=config.data.max_response_length,
-        temperature=temperature,
-        top_p=1.0 if greedy else rollout.top_p,
-        top_k=0 if greedy else rollout.top_k,
+        temperature=drawn.temperature,
+        top_p=drawn.top_p,
+        top_k=drawn.top_k,
         stop=tuple(rollout.stop),
         stop_token_ids=tuple(rollout.stop_token_ids),
         ignore_eos=rollout.ignore_eos,
@@ -183,6 +187,9 @@ def records(config: Config, models: Mapping[str, PretrainedModel | None], topolo
     out_dir, steps = config.trainer.out_dir, config.trainer.total_training_steps
     with fail_together():
         lock = RunLock(out_dir) if topology.rank == 0 else None
-    reporter = Reporter(out_dir, steps) if topology.rank == 0 else SilentReporter()
+        if topology.rank == 0:
+            run_folder.describe(Path(out_dir), config)
+    greedy = "" if config.rollout.val_kwargs.temperature else "greedy "
+    reporter = Reporter(out_dir, steps, f"held-out {greedy}accuracy") if topology.rank == 0 else SilentReporter()
     given = {role: model for role, model in models.items() if model is not None}
     return Records(reporter, RunDescription.of(config, given, torch.distributed.get_world_size()), lock)

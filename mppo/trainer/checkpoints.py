@@ -53,18 +53,21 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, states: dict[str, State], run: RunDescription, keep: int | None = None):
-        """`keep` is how many checkpoints stay; None: all."""
+        """`keep` is how many checkpoints stay, besides the one of the best score; None: all."""
         self.folder, self.states, self.run, self.keep = folder, states, run, keep
 
-    def save(self, step: int, weight_version: int) -> None:
-        """Collective. Raises CheckpointError, on every rank, where the folder cannot be written."""
+    def save(self, step: int, weight_version: int, score: float | None = None) -> None:
+        """Collective. `score` is what a validation found of these weights, the larger the better.
+
+        Raises CheckpointError, on every rank, where the folder cannot be written; what there was then stays.
+        """
         target = self._new_folder(step)
         for name, state in self.states.items():
             self._save(state, target / name)
         dist.barrier()
         with fail_together(), disk_errors(target):
             if dist.get_rank() == 0:
-                Manifest(step, weight_version, list(self.states), self.run).write(target)
+                Manifest(step, weight_version, list(self.states), self.run, score).write(target)
                 write_durably(self.folder / "latest", target.name.encode())
                 self._delete_old(target, step)
 
@@ -116,11 +119,15 @@ class Checkpoints:
         return self.folder / name[0]
 
     def _delete_old(self, newest: Path, step: int) -> None:
-        """Checkpoints of the same step, which this one replaces, and all but the newest `keep`."""
+        """Checkpoints of the same step, which this one replaces, and all but the newest `keep` and the best."""
         complete = [folder for folder in self.folder.glob("step_*") if is_complete(folder) and folder != newest]
         replaced = [folder for folder in complete if f"{folder.name}_".startswith(f"step_{step:06d}_")]
         others = sorted((f for f in complete if f not in replaced), key=written_at)
         old = [] if self.keep is None else others[: max(len(others) + 1 - self.keep, 0)]
+        best = _best([*others, newest])
+        if best is not None:
+            write_durably(self.folder / "best", best.name.encode())
+            old = [folder for folder in old if folder != best]
         for folder in (*replaced, *old):
             (folder / MANIFEST).unlink()  # first, so that no half of it counts
             shutil.rmtree(folder)
@@ -183,6 +190,13 @@ class SavedStates(Sequence[dict[str, Any]]):
         if not -self.ranks <= rank < self.ranks:
             raise IndexError(f"{self.folder} has the states of {self.ranks} ranks, not of rank {rank}")
         return torch.load(_rank_file(self.folder, rank % self.ranks), map_location="cpu", weights_only=True)
+
+
+def _best(complete: list[Path]) -> Path | None:
+    """The one with the largest score, of equal ones the oldest; None where none has any."""
+    scores = {folder: Manifest.read(folder).score for folder in complete}
+    scored = {folder: score for folder, score in scores.items() if score is not None}
+    return max(scored, key=scored.__getitem__, default=None)
 
 
 def _rank_file(folder: Path, rank: int) -> Path:

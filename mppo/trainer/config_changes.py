@@ -35,6 +35,9 @@ FREE = {
     "trainer.save_hf": "is about what is written",
     "trainer.keep_checkpoints": "is about what is written",
     "trainer.samples_per_step": "is about what is written",
+    "trainer.on_non_finite": "is about when to give up",
+    "trainer.max_skipped_steps": "is about when to give up",
+    "rollout.val_kwargs.*": "validation trains nothing",
     "trainer.test_freq": "validation trains nothing",
     "trainer.val_before_train": "validation trains nothing",
 }

@@ -110,7 +110,8 @@ def _short_budgets(config: Config, roles: list[UpdateSettings], sizes: Sizes) ->
 
 def _uneven_mini_batches(config: Config, roles: list[UpdateSettings]) -> list[str]:
     """Mini-batches of other sizes than the configuration names; each once, for a critic may have the actor's."""
-    batch, found = config.data.train_batch_size, {}
+    batch = config.data.train_batch_size
+    found: dict[int, str] = {}
     for number, settings in enumerate(roles):
         role, prompts = ("critic" if number else "actor"), settings.prompts
         if prompts > batch:

@@ -84,6 +84,8 @@ class Manifest:
     states: list[str]
     """Whose state is saved."""
     run: RunDescription
+    score: float | None = None
+    """What the validation after its step found; None where there was none."""
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:

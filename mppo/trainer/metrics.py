@@ -6,6 +6,7 @@ from torch import Tensor
 from mppo.algorithm.statistics import Statistics, add_up, mean, mean_and_extremes, numbers, std
 from mppo.batch.packed import PackedBatch
 from mppo.batch.table import TrajectoryTable
+from mppo.trainer.roles import Update
 
 
 class MeanOverUpdates:
@@ -15,22 +16,44 @@ class MeanOverUpdates:
         self.prefix = prefix
         self._statistics: list[Statistics] = []
         self._steps: list[dict[str, float]] = []
+        self._skipped = 0
 
-    def add(self, statistics: Statistics, stepped: dict[str, float], corrected: Statistics | None = None) -> None:
-        """`corrected`: what was known of the mini-batch before its training pass."""
-        self._statistics.append(statistics | (corrected or {}))
-        self._steps.append(stepped)
+    def add(self, update: Update | None, corrected: Statistics | None = None) -> None:
+        """An update, or None for one that was left out; `corrected`: what was known of the mini-batch before its
+        training pass."""
+        if update is None:
+            self._skipped += 1
+        else:
+            self._statistics.append(update.statistics | (corrected or {}))
+            self._steps.append(update.numbers)
+
+    @property
+    def count(self) -> int:
+        """Of the updates that were made."""
+        return len(self._steps)
 
     def metrics(self) -> dict[str, float]:
-        count = len(self._steps)
+        count, made = self.count, self.prefix + "optimizer_steps"
+        of_steps = {made: float(count), self.prefix + "skipped_steps": float(self._skipped)}
+        if not count:
+            return of_steps
         summed = add_up(self._statistics)
         means = {name: s.value / (count if s.is_total else 1) for name, s in summed.items()}
-        means[self.prefix + "grad_norm"] = sum(step["grad_norm"] for step in self._steps) / count
+        means |= {self.prefix + name: sum(step[name] for step in self._steps) / count for name in self._steps[0]}
         means[self.prefix + "lr"] = self._steps[-1]["lr"]
-        means[self.prefix + "optimizer_steps"] = float(count)
         if (deviation := self._statistics[0].get(self.prefix + "ratio_deviation")) is not None:
             means[self.prefix + "first_ratio_deviation"] = deviation.value
-        return means
+        return means | of_steps
+
+
+def throughput(metrics: dict[str, float], peak_bytes: list[int]) -> dict[str, float]:
+    """Of a training step with these metrics; `peak_bytes` are the most memory that each rank has held so far."""
+    per_second = metrics["batch/tokens"] / metrics["time/train_step"]
+    return {
+        "throughput/tokens_per_second": per_second,
+        "throughput/tokens_per_second_per_rank": per_second / len(peak_bytes),
+        "memory/peak_gib": max(peak_bytes) / 2**30,
+    }
 
 
 def trajectory_metrics(table: TrajectoryTable, weight_version: int) -> dict[str, float]:
@@ -45,9 +68,13 @@ def trajectory_metrics(table: TrajectoryTable, weight_version: int) -> dict[str,
     for group, summary in zip(table.groups, summaries, strict=True):
         by_group.setdefault(group, set()).add(summary.reward)
     statistics = _spread("reward", rewards) | _spread("response_length", table.actions)
+    statistics |= _spread("prompt_length", [summary.prompt_length for summary in summaries])
     statistics["reward/accuracy"] = mean(*_all([summary.accuracy for summary in summaries]))
     if len(by_group) < count:  # with one answer per prompt a group has no signal of its own
         statistics["reward/groups_without_signal"] = mean(*_all([len(seen) == 1 for seen in by_group.values()]))
+    for source in sorted({summary.source for summary in summaries if summary.source is not None}):
+        own = [summary.reward for summary in summaries if summary.source == source]
+        statistics[f"reward/source/{source}"] = mean(*_all(own))
     for name in sorted({name for summary in summaries for name in summary.parts}):
         given = [summary.parts[name] for summary in summaries if name in summary.parts]
         statistics[f"reward/part/{name}"] = mean(*_all(given))
@@ -57,6 +84,7 @@ def trajectory_metrics(table: TrajectoryTable, weight_version: int) -> dict[str,
     behind = sum(s.actions * (weight_version - s.mean_version) for s in told)
     return numbers(statistics) | {
         "reward/abstained": float(table.left_out.abstained),
+        "reward/without_baseline": float(table.left_out.without_baseline),
         "rollout/aborted": float(table.left_out.aborted),
         "rollout/staleness/mean": behind / max(sum(s.actions for s in told), 1),
         "rollout/staleness/max": float(weight_version - oldest),

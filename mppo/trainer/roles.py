@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,17 @@ from mppo.megatron.router import take_balance_loss
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, context_part, micro_batches
+from mppo.trainer.skipped_steps import SkippedSteps
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is known of an optimizer step."""
+
+    statistics: Statistics
+    """Over the global mini-batch."""
+    numbers: dict[str, float]
+    """The gradient norm, the learning rate and, where it is on, the load-balancing loss."""
 
 
 class Role:
@@ -127,21 +139,30 @@ class TrainableRole(Role):
         with self.onloaded():
             load_role(self.chunks, self.optimizer, folder)
 
-    def update(self, mini_batch: MiniBatch, objective: Objective) -> tuple[Statistics, dict[str, float]]:
-        """One optimizer step, inside `onloaded`: zero, forward and backward of all micro-batches, step.
+    def update(self, mini_batch: MiniBatch, objective: Objective, skipped: SkippedSteps) -> Update | None:
+        """One optimizer step, inside `onloaded`; None where it is left out, which `skipped` decides.
 
-        Returns metrics over the global mini-batch, and the gradient norm, the learning rate and, where it is on, the
-        load-balancing loss. Raises TrainingError, on every rank and before the step, when a token loss or the gradient
-        is not finite.
+        Raises TrainingError, on every rank and before the step, when a token loss or the gradient is not finite and the
+        step is not left out.
         """
+        try:
+            made = self._update(mini_batch, objective)
+        except TrainingError as error:
+            skipped.skip(error)
+            return None
+        skipped.made()
+        return made
+
+    def _update(self, mini_batch: MiniBatch, objective: Objective) -> Update:
+        """Zero, forward and backward of all micro-batches, step."""
         self.optimizer.zero_grad()
         statistics = run_schedule(self.chunks, mini_batch.micro_batches, objective)
         metrics = reduce_statistics(add_up(statistics), self.topology)
-        self._refuse_non_finite_losses(int(metrics.pop(objective.prefix + NON_FINITE).value), objective)
         numbers = {}
         if get_model_config(self.chunks[0]).moe_aux_loss_coeff:
             numbers["balance_loss"] = take_balance_loss(self.chunks, mini_batch.total_tokens)
-        return metrics, self.optimizer.step() | numbers
+        self._refuse_non_finite_losses(int(metrics.pop(objective.prefix + NON_FINITE).value), objective)
+        return Update(metrics, self.optimizer.step() | numbers)
 
     @staticmethod
     def _refuse_non_finite_losses(tokens: int, objective: Objective) -> None:

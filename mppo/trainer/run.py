@@ -39,6 +39,12 @@ class Rollouts:
     weights: LiveWeights
     """The actor's."""
 
+    def notes(self) -> list[str]:
+        """What to say of prompts that a run goes on with and that are not those it began with."""
+        dropped = self.buffer.dropped
+        lost = f"{dropped} groups of answers that waited are left out: their prompts are not known any more"
+        return [note for note in (self.stream.note, lost if dropped else None) if note]
+
     def update_weights(self, version: int) -> None:
         """Give the engine the actor's weights under this version. Collective."""
         collector = self.collector

@@ -1,7 +1,8 @@
 """Supervised fine-tuning: the same hook, batches and schedule with the cross entropy of given answers as objective."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from mppo.algorithm.statistics import mean
 from mppo.batch.trajectory import Answer, Judgement, Trajectory, TrajectoryId
 from mppo.config import Config
-from mppo.errors import ConfigError, DataError
+from mppo.errors import ConfigError, DataError, MppoError, alike_on_every_rank
 from mppo.megatron import topology
 from mppo.megatron.collectives import data_parallel_reduction, fail_together
 from mppo.megatron.head import PolicyHead
@@ -24,6 +25,7 @@ from mppo.trainer.metrics import MeanOverUpdates
 from mppo.trainer.model_checks import check_models
 from mppo.trainer.redistribution import balanced_mini_batches, distribute
 from mppo.trainer.run_spec import RunSpec, make_run_spec
+from mppo.trainer.skipped_steps import SkippedSteps
 from mppo.weights.export import export_hf
 from mppo.weights.live_weights import LiveWeights
 from mppo.weights.pretrained import PretrainedModel, open_model
@@ -54,6 +56,7 @@ class SupervisedTrainer:
         self.head = PolicyHead(self.model.config.vocab_size, 1.0, self.topology.tp_group)
         self.stream = PromptStream(train, config.trainer.seed if config.data.shuffle else None)
         self.records = records(config, {"actor": self.model}, self.topology)
+        self.skipped = SkippedSteps(config.trainer.on_non_finite, config.trainer.max_skipped_steps)
 
     def train(self) -> float:
         """Run to the last step; returns the mean loss of a token of the held-out answers, or of the last batch."""
@@ -63,20 +66,36 @@ class SupervisedTrainer:
             reporter.note(line)
         loss = 0.0
         for step in range(trainer.total_training_steps):
-            metrics = self.train_step(step)
+            with self._refusable(step):
+                metrics = self.train_step(step)
             reporter.step(step + 1, metrics)
-            loss = metrics["sft/token_loss"]
+            loss = metrics.get("sft/token_loss", loss)  # absent where every update was left out
         if self.held_out is not None:
             prompts = {number: self.held_out[number] for number in range(len(self.held_out))}
             loss = self.token_loss(self.batch(prompts, trainer.total_training_steps))
             reporter.note(f"held-out loss per token: {loss:.4f}")
         if trainer.save_hf:
-            architecture, numbers = self.model.architecture, self.model.config
-            weights = LiveWeights.of_chunks(self.actor.chunks, architecture, numbers, self.topology)
-            with self.actor.onloaded_weights():
-                export_hf(weights, self.model, f"{trainer.out_dir}/hf")
+            self.export("hf")
         reporter.finish({})
         return loss
+
+    def export(self, name: str) -> None:
+        """The actor as a Hugging Face folder of that name. Collective."""
+        architecture, numbers = self.model.architecture, self.model.config
+        weights = LiveWeights.of_chunks(self.actor.chunks, architecture, numbers, self.topology)
+        with self.actor.onloaded_weights():
+            export_hf(weights, self.model, f"{self.config.trainer.out_dir}/{name}")
+
+    @contextmanager
+    def _refusable(self, step: int) -> Iterator[None]:
+        """If all ranks refuse what is inside, what was trained in `step` steps is exported first."""
+        try:
+            yield
+        except MppoError as error:
+            if error.on_every_rank and step and self.config.trainer.save_hf:
+                self.export(f"hf_step_{step:06d}")
+                error.add_note(f"what was trained before is in {self.config.trainer.out_dir}/hf_step_{step:06d}")
+            raise
 
     def train_step(self, step: int) -> dict[str, float]:
         """Draw prompts, and go through their answers in epochs of mini-batches."""
@@ -86,9 +105,8 @@ class SupervisedTrainer:
             seed = self.config.trainer.seed
             for piece, indices in balanced_mini_batches(batch, settings, seed, self.topology):
                 mini_batch = cut_mini_batch(piece, indices, settings, self.topology, SupervisedObjective.reads)
-                over_updates.add(
-                    *self.actor.update(mini_batch, SupervisedObjective(self.head, mini_batch.total_tokens))
-                )
+                objective = SupervisedObjective(self.head, mini_batch.total_tokens)
+                over_updates.add(self.actor.update(mini_batch, objective, self.skipped))
         return over_updates.metrics()
 
     def batch(self, prompts: Mapping[int, Prompt], step: int) -> StepBatch:
@@ -100,8 +118,9 @@ class SupervisedTrainer:
                 for number, prompt in prompts.items()
                 if number % ranks == rank
             ]
-        batch = distribute(mine, self.spec, self.model.config, step, self.topology)
-        check_budgets(batch.table, self.spec.actor.limits, self.topology)
+        with alike_on_every_rank():
+            batch = distribute(mine, self.spec, self.model.config, step, self.topology)
+            check_budgets(batch.table, self.spec.actor.limits, self.topology)
         return batch
 
     def token_loss(self, batch: StepBatch) -> float:

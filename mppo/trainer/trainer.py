@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import wraps
 from pathlib import Path
 from time import perf_counter
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from mppo.algorithm.kl import FULL, KLController
 from mppo.algorithm.reward_shaping import RunningMoments
 from mppo.batch.trajectory import Answer, Judgement
-from mppo.errors import MppoError
+from mppo.errors import MppoError, alike_on_every_rank
 from mppo.megatron import platform
 from mppo.megatron.collectives import (
     data_parallel_reduction,
@@ -29,12 +29,14 @@ from mppo.trainer.advantage_pipeline import AdvantagePipeline
 from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
 from mppo.trainer.checkpoints import Checkpoints
 from mppo.trainer.current_policy_fields import CurrentPolicyFields
-from mppo.trainer.metrics import MeanOverUpdates, trajectory_metrics
+from mppo.trainer.metrics import MeanOverUpdates, throughput, trajectory_metrics
 from mppo.trainer.redistribution import balanced_mini_batches, distribute
 from mppo.trainer.reporter import SampleLine
 from mppo.trainer.run import Run
 from mppo.trainer.run_spec import Anchor
+from mppo.trainer.skipped_steps import SkippedSteps
 from mppo.trainer.stateful import State, Stateful
+from mppo.trainer.validation import Judged, validation_metrics
 from mppo.weights.export import export_hf
 
 T = TypeVar("T")
@@ -63,12 +65,15 @@ class Progress:
     """Training steps that are done."""
     weight_version: int = 0
     """Updates of the actor that are done: training steps but those of a critic's warm-up."""
+    accuracies: dict[int, float] = field(default_factory=dict)
+    """On held-out prompts, by the step after which they were answered."""
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.weight_version = state["step"], state["weight_version"]
+        self.accuracies = {int(step): found for step, found in state["accuracies"].items()}  # JSON's keys are texts
 
 
 class Trainer:
@@ -82,6 +87,7 @@ class Trainer:
             control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon
         )
         self.moments = RunningMoments()
+        self.skipped = SkippedSteps(self.config.trainer.on_non_finite, self.config.trainer.max_skipped_steps)
         self.progress = Progress()
         self.reduction = data_parallel_reduction(self.topology)
         self.combine = sum_with_gradient(self.topology.cp_group) if self.topology.cp > 1 else None
@@ -100,6 +106,8 @@ class Trainer:
         return {
             **{name: role for name, role in roles.items() if role is not None},
             "progress": self.progress,
+            "records": self.run.records.reporter,
+            "skipped_steps": self.skipped,
             **self.settled,
             "buffer": self.run.rollouts.buffer,
             "random": RandomState(self.topology),
@@ -114,46 +122,63 @@ class Trainer:
             "reward_moments": self.moments,
         }
 
-    def train(self) -> dict[str, float]:
-        """Run to the last step; returns the accuracy on held-out prompts before and after (`before`, `after`).
+    def train(self) -> dict[int, float]:
+        """Run to the last step; returns the accuracy on held-out prompts, by the step after which they were answered.
 
-        When a step is refused before its updates, or a validation (a reward that raises, say), what was trained is
+        When a step or a validation is refused (a reward that raises, a loss that is not finite), what was trained is
         saved first.
         """
-        settings, records = self.config.trainer, self.run.records
+        settings, reporter = self.config.trainer, self.run.records.reporter
         resumed = self.restore()
-        records.reporter.start(self.progress.step)
-        for line in resumed:
-            records.reporter.note(line)
+        reporter.start(self.progress.step)
+        for line in (*self.spec.warnings, self.run.data, *resumed):
+            reporter.note(line)
         self.sync_weights()
-        accuracies = {}
-        if self.run.rollouts.held_out and settings.val_before_train:
-            accuracies["before"] = self.validate()
-        total = settings.total_training_steps
-        while self.progress.step < total:
+        if self._validation_is_due:
+            self.validate()
+        while self.progress.step < settings.total_training_steps:
             self.train_step()
-            done = self.progress.step
-            records.reporter.step(done, self.metrics)
-            if settings.save_freq and (done == total or self._due(settings.save_freq)):
-                self.save()
-            if self._due(settings.save_hf_freq):
-                self.export(f"hf_step_{done:06d}")
-            if self.run.rollouts.held_out and done < total and self._due(settings.test_freq):
-                self.validate()
+            self.metrics |= throughput(self.metrics, gather_from_all(platform.peak_memory()))
+            self.report()
+            self._after_step()
         if settings.save_hf:
             self.export("hf")
-        if self.run.rollouts.held_out:
-            accuracies["after"] = self.validate()
-        records.reporter.finish(accuracies)
-        return accuracies
+        reporter.numbers(self.progress.step, self.metrics)
+        reporter.finish(self.progress.accuracies)
+        return self.progress.accuracies
 
-    def _due(self, frequency: int) -> bool:
+    def _after_step(self) -> None:
+        """What is written now and then. The checkpoint comes last, so that whoever resumes has all that came before."""
+        settings, done = self.config.trainer, self.progress.step
+        if self._is_due(settings.save_hf_freq):
+            self.export(f"hf_step_{done:06d}")
+        if self._validation_is_due:
+            self.validate()
+        if settings.save_freq and (self._is_due(settings.save_freq) or done == settings.total_training_steps):
+            self.save()
+
+    def _is_due(self, frequency: int) -> bool:
         return frequency > 0 and self.progress.step % frequency == 0
+
+    @property
+    def _validation_is_due(self) -> bool:
+        """Before the first step, after every so many, and after the last; never twice for a step."""
+        step, settings = self.progress.step, self.config.trainer
+        if not self.run.rollouts.held_out or step in self.progress.accuracies:
+            return False
+        if step == 0:
+            return settings.val_before_train
+        return self._is_due(settings.test_freq) or step == settings.total_training_steps
+
+    @named_step
+    def report(self) -> None:
+        """A line of the log, and all metrics."""
+        metrics, self.metrics = self.metrics, {}
+        self.run.records.reporter.step(self.progress.step, metrics)
 
     @named_step
     def train_step(self) -> None:
         """One training step: nine steps, and the new weights to the engine."""
-        self.metrics = {}
         with self._refusable():
             taken = self.sample()
             answers = self.reward(taken)
@@ -162,10 +187,10 @@ class Trainer:
             batch = self.ref_log_probs(batch)
             batch = self.values(batch)
             batch = self.advantages(batch)
-        self.update_critic(batch)
-        if self.progress.step >= self.config.trainer.critic_warmup:
-            self.update_actor(batch)
-            self.sync_weights()
+            self.update_critic(batch)
+            if self.progress.step >= self.config.trainer.critic_warmup:
+                self.update_actor(batch)
+                self.sync_weights()
         self.progress.step += 1
 
     @contextmanager
@@ -173,13 +198,15 @@ class Trainer:
         """If what is inside raises, put the data order, what it steers and the buffer back to before, and save what was
         trained.
 
-        Resumed, the step then draws its prompts again.
+        Resumed, the step then draws its prompts again. Optimizer steps that it has made before stay.
         """
         before = {name: deepcopy(state.state_dict()) for name, state in self.settled.items()}
         groups = self.run.rollouts.buffer.snapshot()
         try:
             yield
-        except MppoError as error:  # which all ranks raise; what one of them raises alone ends them as it is
+        except MppoError as error:
+            if not error.on_every_rank:
+                raise  # the others do not know of it, and cannot save together
             for name, state in self.settled.items():
                 state.load_state_dict(before[name])
             self.run.rollouts.buffer.put_back(groups)
@@ -188,13 +215,13 @@ class Trainer:
                 self.save()
             except MppoError as second:
                 error.add_note(f"and what was trained could not be saved: {second}")
-            self.run.records.reporter.close()
             raise
 
     def _write_not_judged(self) -> None:
         """All answers, of all ranks, over whose judgement the step is refused."""
-        tokenizer, not_judged = self.run.model.tokenizer, self.run.rollouts.collector.not_judged
-        mine = [SampleLine.of(Answer(t, Judgement(t.uid, None)), prompt, tokenizer) for prompt, t in not_judged]
+        collector = self.run.rollouts.collector
+        text = collector.rewards.text
+        mine = [SampleLine.of(Answer(t, Judgement(t.uid, None)), prompt, text) for prompt, t in collector.not_judged]
         self.run.records.reporter.samples([line for lines in gather_from_all(mine) for line in lines])
 
     @named_step
@@ -222,10 +249,12 @@ class Trainer:
     @named_step
     def reward(self, taken: Taken) -> list[Answer]:
         """Step 2: look at the judgements, which were made beside generation, and write some of the samples down."""
+        rewards = self.run.rollouts.collector.rewards
         samples = [(answer, group.prompt) for group in taken.groups for answer in group.samples]
         shown = samples[: self.config.trainer.samples_per_step]
-        self.run.records.reporter.samples([SampleLine.of(a, p, self.run.model.tokenizer) for a, p in shown])
-        self.metrics |= sum_over_ranks(self.run.rollouts.collector.rewards.take_counts())
+        self.run.records.reporter.samples([SampleLine.of(a, p, rewards.text) for a, p in shown])
+        counts = sum_over_ranks(rewards.take_counts())
+        self.metrics |= counts | {"reward/failure_rate": counts["reward/failures"] / max(counts["reward/samples"], 1)}
         with fail_together():
             for group in taken.groups:
                 check_parts(group.samples, self.spec.estimator.reward_keys)
@@ -234,10 +263,11 @@ class Trainer:
     @named_step
     def balance(self, answers: list[Answer]) -> StepBatch:
         """Step 3: bring every trajectory to the data-parallel rank that trains it first, and pack."""
-        batch = distribute(answers, self.spec, self.run.model.config, self.progress.step, self.topology)
-        check_budgets(batch.table, self.spec.actor.limits, self.topology)
-        if self.spec.critic is not None and self.run.roles.critic is not None:
-            check_budgets(batch.table, self.spec.critic.limits, self.run.roles.critic.topology)
+        with alike_on_every_rank():
+            batch = distribute(answers, self.spec, self.run.model.config, self.progress.step, self.topology)
+            check_budgets(batch.table, self.spec.actor.limits, self.topology)
+            if self.spec.critic is not None and self.run.roles.critic is not None:
+                check_budgets(batch.table, self.spec.critic.limits, self.run.roles.critic.topology)
         self.metrics |= trajectory_metrics(batch.table, self.progress.weight_version)
         return batch
 
@@ -320,7 +350,8 @@ class Trainer:
         with critic.onloaded():
             for batch, indices in steps:
                 mini_batch = cut_mini_batch(batch, indices, settings, critic.topology, reads)
-                mean.add(*critic.update(mini_batch, ValueObjective(cliprange, mini_batch.total_tokens)))
+                objective = ValueObjective(cliprange, mini_batch.total_tokens)
+                mean.add(critic.update(mini_batch, objective, self.skipped))
         self.metrics |= mean.metrics()
 
     @named_step
@@ -331,17 +362,24 @@ class Trainer:
         if terms.uses_full_kl and roles.reference is not None:
             reference_weight = roles.reference.output_weight()
         steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, self.topology)
-        with roles.actor.onloaded():
+        with roles.actor.onloaded(), self._counted(mean):
             for number, (batch, indices) in enumerate(steps):
                 prepared, summary = self.current_policy.add(batch, indices, number)
                 mini_batch = cut_mini_batch(prepared, indices, settings, self.topology, PolicyObjective.reads(terms))
                 tokens = mini_batch.total_tokens
                 objective = PolicyObjective(roles.head, terms, tokens, reference_weight, self.combine)
-                mean.add(*roles.actor.update(mini_batch, objective), summary)
+                mean.add(roles.actor.update(mini_batch, objective, self.skipped), summary)
         self.metrics |= mean.metrics()
         if terms.kl_loss_coef is not None:
             self.metrics["actor/kl_coef"] = terms.kl_loss_coef
-        self.progress.weight_version += 1
+
+    @contextmanager
+    def _counted(self, over_updates: MeanOverUpdates) -> Iterator[None]:
+        """However what is inside ends: if it updated the actor, its weights have a new version."""
+        try:
+            yield
+        finally:
+            self.progress.weight_version += bool(over_updates.count)
 
     @named_step
     def sync_weights(self) -> None:
@@ -354,27 +392,28 @@ class Trainer:
         if not self.config.trainer.resume:
             return []
         resumed = self.checkpoints.resume(allow_changes=self.config.trainer.resume_changed)
-        return resumed.lines() if resumed else []
+        return [*resumed.lines(), *self.run.rollouts.notes()] if resumed else []
 
+    @named_step
     def save(self) -> None:
         """A checkpoint of everything that has state."""
-        self.checkpoints.save(self.progress.step, self.progress.weight_version)
+        progress = self.progress
+        self.checkpoints.save(progress.step, progress.weight_version, progress.accuracies.get(progress.step))
 
+    @named_step
     def export(self, name: str) -> None:
         """The actor as a Hugging Face folder of that name."""
         with self.run.roles.actor.onloaded_weights():
             export_hf(self.run.rollouts.weights, self.run.model, f"{self.config.trainer.out_dir}/{name}")
 
     @named_step
-    def validate(self) -> float:
-        """Answer the held-out prompts greedily; returns the mean accuracy, the same on every rank."""
+    def validate(self) -> None:
+        """Answer the held-out prompts, and remember and report how many are right."""
+        held_out, collector = self.run.rollouts.held_out, self.run.rollouts.collector
         with self._refusable(), fail_together():
-            answers = self.run.rollouts.collector.validate(self.run.rollouts.held_out)
-        self.run.rollouts.collector.rewards.take_counts()  # which are those of training steps
-        mine = [(a.judgement.accuracy, a.judgement.total_reward) for a in answers]
-        everywhere = [line for lines in gather_from_all(mine) for line in lines]
-        accuracies, rewards = zip(*everywhere, strict=True)
-        accuracy = sum(accuracies) / len(accuracies)
-        metrics = {"val/accuracy": accuracy, "val/reward": sum(rewards) / len(rewards)}
+            answers = collector.validate(held_out)
+        collector.rewards.take_counts()  # which are those of training steps
+        mine = [Judged.of(answer) for answer in answers]
+        metrics = validation_metrics(judged for part in gather_from_all(mine) for judged in part)
+        self.progress.accuracies[self.progress.step] = metrics["val/accuracy"]
         self.run.records.reporter.validation(self.progress.step, metrics)
-        return accuracy

@@ -26,8 +26,10 @@ class PretrainedModel:
     config: ModelConfig
     source: TensorSource
     dtype: torch.dtype
+    end_tokens: tuple[int, ...]
+    """Ids that end an answer: those that generation_config.json, config.json and the tokenizer name."""
     generation_config: GenerationConfig | None = None
-    """What the folder says of sampling, handed on by an export; the rollout does not read it."""
+    """What the folder says of sampling, handed on by an export; the rollout reads its end tokens alone."""
 
 
 def open_model(model: ModelSource, seed: int) -> PretrainedModel:
@@ -46,15 +48,37 @@ def open_model(model: ModelSource, seed: int) -> PretrainedModel:
             tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={model.path}: its tokenizer cannot be read: {error}") from error
+    generation_config = None if model.path is None else _generation_config(Path(model.path))
+    config = _model_config(model, hf_config)
     return PretrainedModel(
         hf_config=hf_config,
         tokenizer=tokenizer,
         architecture=architecture_of(hf_config),
-        config=_model_config(model, hf_config),
+        config=config,
         source=source,
         dtype=getattr(torch, model.dtype),
-        generation_config=None if model.path is None else _generation_config(Path(model.path)),
+        end_tokens=_end_tokens(hf_config, generation_config, tokenizer, config.vocab_size),
+        generation_config=generation_config,
     )
+
+
+def _end_tokens(
+    hf_config: Any, generation: GenerationConfig | None, tokenizer: Any, vocab_size: int
+) -> tuple[int, ...]:
+    """Raises ModelError for an id outside the vocabulary."""
+    found: set[int] = set()
+    for where, given in (
+        ("generation_config.json", None if generation is None else generation.eos_token_id),
+        ("config.json", hf_config.eos_token_id),
+        ("the tokenizer", tokenizer.eos_token_id),
+    ):
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if outside := [token for token in ids if not 0 <= token < vocab_size]:
+            raise ModelError(
+                f"eos_token_id of {where} names {outside[0]}, but the model's vocabulary has {vocab_size} tokens"
+            )
+        found.update(ids)
+    return tuple(sorted(found))
 
 
 def _generation_config(folder: Path) -> GenerationConfig | None:

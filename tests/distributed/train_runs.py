@@ -27,7 +27,10 @@ class Run:
         return [json.loads(line) for line in (self.out_dir / "metrics.jsonl").read_text().splitlines()]
 
     def column(self, name: str) -> list[float]:
-        return [row[name] for row in self.rows if name in row]
+        """Fails for a metric that the run never reported: two empty columns would agree."""
+        found = [row[name] for row in self.rows if name in row]
+        assert found, f"{name} is in no row of {self.out_dir}"
+        return found
 
 
 def train(config: str, processes: int, out_dir: Path, *overrides: str, timeout: float = 600) -> Run:

@@ -16,7 +16,7 @@ def small_engine(batch_size: int = 2) -> LocalEngine:
     """A transformers model of two layers over characters, without weights."""
     torch.manual_seed(0)
     hf_config, tokenizer = PRESETS.get("char").fn({})
-    return LocalEngine(hf_config, tokenizer, torch.float32, torch.device("cpu"), batch_size)
+    return LocalEngine(hf_config, tokenizer, [tokenizer.eos_token_id], torch.float32, torch.device("cpu"), batch_size)
 
 
 def own_weights(engine: LocalEngine) -> dict[str, torch.Tensor]:

@@ -46,7 +46,7 @@ def pack_answers(answers: list[Answer], indices: list[int] | None = None) -> Pac
 def summary(uid: TrajectoryId, **fields: Any) -> TrajectorySummary:
     """Of an answer of one token to a prompt of one, worth nothing, but for what `fields` say."""
     nothing = dict(abstains=False, reward=0.0, outcome=0.0, accuracy=0.0, parts={}, oldest_version=0, mean_version=0.0)
-    given = dict(length=2, actions=1, status=Status.FINISHED, purpose=Purpose.SAMPLE)
+    given = dict(length=2, actions=1, prompt_length=1, status=Status.FINISHED, purpose=Purpose.SAMPLE, source=None)
     return TrajectorySummary(uid, **{**given, **nothing, **fields})
 
 

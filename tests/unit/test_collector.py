@@ -23,7 +23,8 @@ pytestmark = pytest.mark.unit
 
 VOCABULARY = 64
 SAMPLED = SamplingParams(4, ignore_eos=True)
-ASKING = Asking(2, SAMPLED, replace(SAMPLED, temperature=0.0), run_seed=0, timeout_s=60.0, prompts_per_draw=4)
+GREEDY = replace(SAMPLED, temperature=0.0)
+ASKING = Asking(2, SAMPLED, GREEDY, run_seed=0, timeout_s=60.0, validation=GREEDY, prompts_per_draw=4)
 
 
 @pytest.fixture(scope="module")

@@ -184,7 +184,7 @@ def test_the_critic_inherits_the_actors_limits_and_mode_and_may_have_its_own():
         1,
     ).critic
     assert (own.limit.tokens, own.infer_limit.tokens) == (64, 128)
-    assert (own.loss_agg_mode, own.prompts, own.epochs) == ("token-mean", 2, 3)
+    assert (own.loss_agg_mode, own.prompts, own.epochs) == ("token-mean", 4, 3)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
@@ -209,27 +209,27 @@ CORRECTION = "algorithm.rollout_correction"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "trajectories", "anchor"),
+    ("overrides", "prompts", "anchor"),
     [
-        ((), 16, Anchor.CURRENT_POLICY),
-        ((), 15, Anchor.CURRENT_POLICY),
-        ((), 17, Anchor.OWN_PASS),
-        (("actor.ppo_epochs=2",), 16, Anchor.OWN_PASS),
-        (("actor.ppo_mini_batch_size=4",), 16, Anchor.OWN_PASS),
-        (("actor.ppo_mini_batch_size=4",), 8, Anchor.CURRENT_POLICY),
-        (("actor.old_log_prob_pass=always",), 16, Anchor.OWN_PASS),
-        ((f"{CORRECTION}.rollout_is=token",), 16, Anchor.OWN_PASS),
-        (("algorithm.use_kl_in_reward=true",), 16, Anchor.OWN_PASS),
-        (("algorithm.adv_estimator=optimal_token_baseline",), 16, Anchor.OWN_PASS),
-        (("actor.policy_loss.loss_mode=kl_cov",), 16, Anchor.OWN_PASS),
-        ((f"{CORRECTION}.bypass_mode=true",), 16, Anchor.ROLLOUT_POLICY),
-        ((f"{CORRECTION}.bypass_mode=true",), 17, Anchor.ROLLOUT_POLICY),
+        ((), 8, Anchor.CURRENT_POLICY),
+        ((), 7, Anchor.CURRENT_POLICY),
+        ((), 9, Anchor.OWN_PASS),
+        (("actor.ppo_epochs=2",), 8, Anchor.OWN_PASS),
+        (("actor.ppo_mini_batch_size=4",), 8, Anchor.OWN_PASS),
+        (("actor.ppo_mini_batch_size=4",), 4, Anchor.CURRENT_POLICY),
+        (("actor.old_log_prob_pass=always",), 8, Anchor.OWN_PASS),
+        ((f"{CORRECTION}.rollout_is=token",), 8, Anchor.OWN_PASS),
+        (("algorithm.use_kl_in_reward=true",), 8, Anchor.OWN_PASS),
+        (("algorithm.adv_estimator=optimal_token_baseline",), 8, Anchor.OWN_PASS),
+        (("actor.policy_loss.loss_mode=kl_cov",), 8, Anchor.OWN_PASS),
+        ((f"{CORRECTION}.bypass_mode=true",), 8, Anchor.ROLLOUT_POLICY),
+        ((f"{CORRECTION}.bypass_mode=true",), 9, Anchor.ROLLOUT_POLICY),
     ],
 )
-def test_the_anchor_depends_on_who_reads_it_and_on_how_many_trajectories_there_really_are(
-    overrides, trajectories, anchor
+def test_the_anchor_depends_on_who_reads_it_and_on_how_many_prompts_there_really_are(
+    overrides, prompts, anchor
 ):
-    assert make_run_spec(config_with(*ONE_STEP, *overrides), 1).anchor(trajectories) is anchor
+    assert make_run_spec(config_with(*ONE_STEP, *overrides), 1).anchor(prompts) is anchor
 
 
 TWO_BY_TWO = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
@@ -294,7 +294,7 @@ def test_every_field_is_read_by_code_that_names_its_group():
     sources = "\n".join(p.read_text() for p in package.rglob("*.py") if p.parent.name != "config")
     attributes = set(re.findall(r"\b(\w+)(?=\.(\w+)\b)", sources))
     short = {"config": ["config", "cfg"], "optim": ["config", "optim"], "overlong_buffer": ["buffer"]}
-    short |= {"filter_groups": ["filtering"]}
+    short |= {"filter_groups": ["filtering"], "val_kwargs": ["drawn", "val_kwargs"], "rollout": ["drawn"]}
     unread = []
     for path in field_paths(Config):
         group, _, name = path.rpartition(".")

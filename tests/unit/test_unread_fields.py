@@ -16,10 +16,11 @@ EVERY_RUN = """
     parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size parallel.context_parallel_size
     parallel.timeout_minutes
     data.train.files data.train.generator data.val.files data.val.generator data.prompt_key data.answer_key
+    data.tools_key data.chat_template_kwargs
     data.train_batch_size data.max_prompt_length data.max_response_length data.overlong_prompts data.shuffle
     rollout.n rollout.temperature rollout.top_p rollout.top_k rollout.stop rollout.stop_token_ids rollout.ignore_eos
     rollout.dtype rollout.batch_size rollout.engine rollout.timeout_s
-    reward.function reward.workers reward.timeout_s reward.on_error
+    reward.workers reward.timeout_s reward.on_error reward.skip_special_tokens
     algorithm.adv_estimator algorithm.kl_ctrl.type
     actor.loss_agg_mode actor.ppo_mini_batch_size actor.ppo_epochs actor.use_dynamic_bsz actor.placement
     actor.entropy_coeff actor.calculate_entropy actor.use_kl_loss
@@ -27,7 +28,7 @@ EVERY_RUN = """
     actor.optim.adam_beta1 actor.optim.adam_beta2 actor.optim.adam_eps actor.optim.clip_grad
     actor.optim.use_distributed_optimizer actor.optim.overlap_grad_reduce actor.optim.overlap_param_gather
     trainer.total_training_steps trainer.seed trainer.out_dir trainer.save_freq trainer.save_hf trainer.resume
-    trainer.save_hf_freq trainer.samples_per_step
+    trainer.save_hf_freq trainer.samples_per_step trainer.on_non_finite
 """
 """Read by every run: for its numbers, or to know which of the groups below it reads."""
 
@@ -35,7 +36,7 @@ PLUGINS = {
     "algorithm.adv_options",
     "algorithm.rollout_correction",
     "actor.policy_loss",
-    "reward.options",
+    "reward.sources",
 }
 """Typed by what is registered: a knob that it does not read is an error (test_config, test_registry)."""
 
@@ -52,6 +53,7 @@ BY_TOKENS = (
     "actor.ppo_micro_batch_size_per_gpu=null",
     f"{TOKENS}=9",
 )
+SOURCES = "reward.sources={math: {function: exact_match}}"
 ONE_STEP = ("data.train_batch_size=8", "actor.ppo_mini_batch_size=8")
 TP2, PP2 = "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"
 
@@ -114,6 +116,14 @@ REFUSED = [
     ("critic.parallel.num_layers_in_last_pipeline_stage=2", (GAE,), "needs parallel.pipeline_model_parallel_size"),
     ("ref.placement=device", (), "neither actor.use_kl_loss nor algorithm.use_kl_in_reward is on"),
     ("trainer.critic_warmup=2", (), "algorithm.adv_estimator=grpo needs no critic"),
+    ("trainer.max_skipped_steps=3", (), "trainer.on_non_finite=stop ends the run at the first"),
+    ("data.source_key=kind", (), "reward.sources names no data source"),
+    ("reward.function=class", (SOURCES,), "reward.sources has a reward for each data source"),
+    ("reward.options={first_line: true}", (SOURCES,), "reward.sources has a reward, with its options"),
+    ("rollout.val_kwargs.n=2", ("rollout.val_kwargs.temperature=1",), "data.val is not given"),
+    ("rollout.val_kwargs.temperature=1", (), "data.val is not given"),
+    ("rollout.val_kwargs.top_p=0.5", (), "rollout.val_kwargs.temperature=0 is greedy"),
+    ("rollout.val_kwargs.top_k=5", (), "rollout.val_kwargs.temperature=0 is greedy"),
     ("trainer.resume_changed=true", ("trainer.resume=false",), "has no effect with trainer.resume=false"),
     ("trainer.keep_checkpoints=2", (), "has no effect with trainer.save_freq=0"),
     ("trainer.test_freq=2", (), "data.val is not given"),

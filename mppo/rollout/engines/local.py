@@ -1,7 +1,7 @@
 """The embedded engine: a transformers copy of the model generates in each trainer process, with a KV cache."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -40,9 +40,18 @@ class LocalEngine:
     loop. A prompt that several of them share goes through the model once.
     """
 
-    def __init__(self, hf_config: Any, tokenizer: Any, dtype: torch.dtype, device: torch.device, batch_size: int):
+    def __init__(
+        self,
+        hf_config: Any,
+        tokenizer: Any,
+        end_tokens: Collection[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_size: int,
+    ):
+        """`end_tokens` are the model's own, which end an answer unless a request ignores them."""
         self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(device).eval()
-        self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
+        self.tokenizer, self.end_tokens, self.device, self.batch_size = tokenizer, end_tokens, device, batch_size
         self.version: int | None = None
         """Of the weights; None before the first and after a failed update."""
         self.transport = PointToPoint()
@@ -191,12 +200,8 @@ class LocalEngine:
         )
 
     def _stop_tokens(self, params: SamplingParams) -> Tensor:
-        ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            of_model = self.model.generation_config.eos_token_id
-            ids.update(of_model if isinstance(of_model, list) else [of_model])
-            ids.add(self.tokenizer.eos_token_id)
-        return torch.tensor(sorted(i for i in ids if i is not None), dtype=torch.long, device=self.device)
+        ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.end_tokens)}
+        return torch.tensor(sorted(ids), dtype=torch.long, device=self.device)
 
     def _ends_with_stop(self, written: list[Tensor], params: SamplingParams) -> Tensor:
         """`[B]` bool: whose text so far contains one of `params.stop`."""
@@ -212,4 +217,5 @@ class LocalEngine:
 def local_engine(config: Config, model: PretrainedModel) -> LocalEngine:
     """In `rollout.dtype`, by default that of the model."""
     dtype = getattr(torch, config.rollout.dtype or config.model.dtype)
-    return LocalEngine(model.hf_config, model.tokenizer, dtype, platform.device(), config.rollout.batch_size)
+    size = config.rollout.batch_size
+    return LocalEngine(model.hf_config, model.tokenizer, model.end_tokens, dtype, platform.device(), size)
