@@ -71,6 +71,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     from mppo.megatron import topology
     from mppo.planning.run_plan import make_plan, print_plan
+    from mppo.trainer.alarm import Alarm
     from mppo.trainer.assemble import assemble
     from mppo.trainer.launcher import end_with_launcher
     from mppo.trainer.trainer import Trainer
@@ -81,9 +82,16 @@ def _train(options: argparse.Namespace) -> int:
         console = Console()
         print_plan(make_plan(run.spec, int(os.environ["WORLD_SIZE"])), console)
         console.print(run.data, highlight=False)
+    trainer = Trainer(run)
+    alarm = Alarm(trainer.guard.rescue)
     try:
-        Trainer(run).train()
+        trainer.train()
+    except Exception as error:
+        if not (isinstance(error, MppoError) and error.on_every_rank):
+            alarm.sound(error)
+        raise
     finally:
+        alarm.off()
         run.records.reporter.close()
         run.rollouts.collector.close()
     topology.shutdown()

@@ -33,12 +33,16 @@ class Piece:
 
     @torch.no_grad()
     def fill(self, weight: Tensor, moments: dict[str, Tensor]) -> None:
-        """Take over this part of the whole weight and moments. Before the first update there are no moments, and Adam
-        makes its own."""
-        self.tensor.copy_(self._part(weight))
+        """Take over this part of the whole weight and moments."""
+        self.take(self._part(weight), {name: self._part(whole) for name, whole in moments.items()})
+
+    @torch.no_grad()
+    def take(self, weight: Tensor, moments: dict[str, Tensor]) -> None:
+        """Take over what was such a piece. Before the first update there are no moments, and Adam makes its own."""
+        self.tensor.copy_(weight)
         self.adam.state.pop(self.tensor, None)
         if moments:
-            state = {name: torch.empty_like(self.tensor).copy_(self._part(whole)) for name, whole in moments.items()}
+            state = {name: torch.empty_like(self.tensor).copy_(moment) for name, moment in moments.items()}
             self.adam.state[self.tensor] = state
 
     def _part(self, whole: Tensor) -> Tensor:

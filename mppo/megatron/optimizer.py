@@ -1,6 +1,9 @@
 """Megatron-core's optimizer and learning-rate schedule, stepped once per mini-batch."""
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -12,12 +15,16 @@ from mppo.config import OptimConfig
 from mppo.errors import TrainingError
 from mppo.megatron.master_weights import optimizers_of, set_count
 
+PATIENCE_S = 30.0
+"""Seconds that another thread waits for the end of an update."""
+
 
 class Optimizer:
     """Zero, step and schedule. Megatron takes TE's or apex's fused Adam where installed, torch's otherwise."""
 
     def __init__(self, chunks: list[DistributedDataParallel], config: OptimConfig, dtype: torch.dtype):
         self.chunks = chunks
+        self._updating = threading.Lock()
         min_lr = config.min_lr if config.lr_decay_steps else config.lr
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
@@ -71,10 +78,21 @@ class Optimizer:
             error = TrainingError(f"the gradient norm is {grad_norm}; no step was made")
             error.on_every_rank = True
             raise error
-        self.scheduler.step(1)
-        self._clip(grad_norm)
-        self.megatron.step_with_ready_grads()
+        with self._updating:
+            self.scheduler.step(1)
+            self._clip(grad_norm)
+            self.megatron.step_with_ready_grads()
         return {"grad_norm": grad_norm, "lr": self.megatron.param_groups[0]["lr"]}
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """No update is made inside. For another thread; raises TimeoutError when one does not come to its end."""
+        if not self._updating.acquire(timeout=PATIENCE_S):
+            raise TimeoutError(f"an update has not come to its end within {PATIENCE_S:g} seconds")
+        try:
+            yield
+        finally:
+            self._updating.release()
 
     def _clip(self, grad_norm: float) -> None:
         """As `ChainedOptimizer.step` of Megatron-core does between the norm and the update."""

@@ -3,7 +3,7 @@
 It is one logical buffer. What a rank generated stays with that rank; which groups a step takes, all ranks agree on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,7 +99,12 @@ class Buffer:
 
     def state_dict(self) -> dict[str, Any]:
         """The groups of this rank that are ready."""
-        return {"groups": [group_state(group) for group in self._ready.values()]}
+        return self.state_of(self._ready)
+
+    @staticmethod
+    def state_of(groups: Mapping[int, Group]) -> dict[str, Any]:
+        """The state of a buffer with these groups."""
+        return {"groups": [group_state(group) for group in groups.values()]}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Take this rank's share of the groups that all ranks of the run saved: those it would have generated.

@@ -16,6 +16,7 @@ from mppo.errors import CheckpointError, ConfigError
 from mppo.megatron.collectives import fail_together
 from mppo.trainer.config_changes import Change, config_changes
 from mppo.trainer.manifest import MANIFEST, Manifest, RunDescription, is_complete, write_durably, written_at
+from mppo.trainer.rescue import rank_file, refuse_other_layout
 from mppo.trainer.stateful import PerRankStateful, ShardedStateful, State
 
 
@@ -67,7 +68,7 @@ class Checkpoints:
         dist.barrier()
         with fail_together(), disk_errors(target):
             if dist.get_rank() == 0:
-                Manifest(step, weight_version, list(self.states), self.run, score).write(target)
+                Manifest(step, weight_version, list(self.states), self.run, score=score).write(target)
                 write_durably(self.folder / "latest", target.name.encode())
                 self._delete_old(target, step)
 
@@ -86,11 +87,14 @@ class Checkpoints:
             for role in manifest.run.models.keys() & self.run.models.keys():
                 manifest.run.models[role].check(self.run.models[role], role, source)
             changes = config_changes(manifest.run.config, self.run.config)
+            if manifest.rescued:
+                _refuse_other_ranks(manifest, self.run, source)
+                refuse_other_layout(changes, source)
             if not allow_changes:
                 _refuse(changes, source)
         for name, state in self.states.items():
             if name in manifest.states:
-                self._load(state, source / name)
+                self._load(state, source / name, manifest.rescued)
         return Resumed(
             source,
             manifest,
@@ -140,16 +144,18 @@ class Checkpoints:
             if isinstance(state, PerRankStateful):
                 payload = io.BytesIO()
                 torch.save(state.state_dict(), payload)
-                write_durably(_rank_file(folder, dist.get_rank()), payload.getvalue())
+                write_durably(rank_file(folder, dist.get_rank()), payload.getvalue())
             elif dist.get_rank() == 0:
                 write_durably(folder / "state.json", json.dumps(state.state_dict(), indent=1).encode())
 
-    def _load(self, state: State, folder: Path) -> None:
-        if isinstance(state, ShardedStateful):
+    def _load(self, state: State, folder: Path, is_rescued: bool) -> None:
+        if isinstance(state, ShardedStateful) and not is_rescued:
             state.load(folder)
             return
         with fail_together(), disk_errors(folder):
-            if isinstance(state, PerRankStateful):
+            if isinstance(state, ShardedStateful):
+                state.take_up(rank_file(folder, dist.get_rank()))
+            elif isinstance(state, PerRankStateful):
                 state.load_state_dicts(SavedStates(folder))
             else:
                 state.load_state_dict(json.loads((folder / "state.json").read_text()))
@@ -189,7 +195,7 @@ class SavedStates(Sequence[dict[str, Any]]):
             return [self[number] for number in range(*rank.indices(self.ranks))]
         if not -self.ranks <= rank < self.ranks:
             raise IndexError(f"{self.folder} has the states of {self.ranks} ranks, not of rank {rank}")
-        return torch.load(_rank_file(self.folder, rank % self.ranks), map_location="cpu", weights_only=True)
+        return torch.load(rank_file(self.folder, rank % self.ranks), map_location="cpu", weights_only=True)
 
 
 def _best(complete: list[Path]) -> Path | None:
@@ -199,8 +205,10 @@ def _best(complete: list[Path]) -> Path | None:
     return max(scored, key=scored.__getitem__, default=None)
 
 
-def _rank_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank:05d}.pt"
+def _refuse_other_ranks(manifest: Manifest, now: RunDescription, source: Path) -> None:
+    saved, ranks = manifest.run.layout["world_size"], now.layout["world_size"]
+    if saved != ranks:
+        raise CheckpointError(f"{source} was put down by {saved} ranks, each for itself; start as many, not {ranks}")
 
 
 def _refuse(changes: list[Change], source: Path) -> None:

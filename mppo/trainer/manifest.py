@@ -84,6 +84,8 @@ class Manifest:
     states: list[str]
     """Whose state is saved."""
     run: RunDescription
+    rescued: bool = False
+    """Each rank wrote what it held by itself, for they could not save together: the layout must stay."""
     score: float | None = None
     """What the validation after its step found; None where there was none."""
     format: int = FORMAT

@@ -20,6 +20,7 @@ from mppo.megatron.objectives import NON_FINITE, ForwardPass, Objective
 from mppo.megatron.offload import OffloadedTensors, gradients_of, optimizer_state_of, weights_of
 from mppo.megatron.optimizer import Optimizer
 from mppo.megatron.output_layer import output_weight
+from mppo.megatron.rescued_role import rescue_role, take_up_role
 from mppo.megatron.role_checkpoint import load_role, save_role
 from mppo.megatron.router import take_balance_loss
 from mppo.megatron.schedule import run_schedule
@@ -138,6 +139,17 @@ class TrainableRole(Role):
         """Collective: what a role of the same model saved, under any layout and with any optimizer."""
         with self.onloaded():
             load_role(self.chunks, self.optimizer, folder)
+
+    def rescue(self, file: Path) -> int:
+        """What this rank holds, without asking others; returns the number of updates so far."""
+        with self.onloaded():
+            rescue_role(self.chunks, self.optimizer, file)
+        return self.optimizer.steps
+
+    def take_up(self, file: Path) -> None:
+        """What this rank rescued, under the same layout and optimizer."""
+        with self.onloaded():
+            take_up_role(self.chunks, self.optimizer, file)
 
     def update(self, mini_batch: MiniBatch, objective: Objective, skipped: SkippedSteps) -> Update | None:
         """One optimizer step, inside `onloaded`; None where it is left out, which `skipped` decides.

@@ -37,5 +37,12 @@ class ShardedStateful(Protocol):
     def load(self, folder: Path) -> None:
         """Collective; the layout may be another than that of the save."""
 
+    def rescue(self, file: Path) -> int:
+        """Without others: write what this rank holds; returns how often it was updated, which all ranks compare."""
+        ...
+
+    def take_up(self, file: Path) -> None:
+        """Without others: what this rank has rescued; the layout is the same."""
+
 
 State = Stateful | PerRankStateful | ShardedStateful

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
 from functools import wraps
 from pathlib import Path
 from time import perf_counter
@@ -11,8 +9,8 @@ from typing import Any, TypeVar
 
 from mppo.algorithm.kl import FULL, KLController
 from mppo.algorithm.reward_shaping import RunningMoments
-from mppo.batch.trajectory import Answer, Judgement
-from mppo.errors import MppoError, alike_on_every_rank
+from mppo.batch.trajectory import Answer
+from mppo.errors import alike_on_every_rank
 from mppo.megatron import platform
 from mppo.megatron.collectives import (
     data_parallel_reduction,
@@ -29,7 +27,9 @@ from mppo.trainer.advantage_pipeline import AdvantagePipeline
 from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
 from mppo.trainer.checkpoints import Checkpoints
 from mppo.trainer.current_policy_fields import CurrentPolicyFields
+from mppo.trainer.guard import StepGuard
 from mppo.trainer.metrics import MeanOverUpdates, throughput, trajectory_metrics
+from mppo.trainer.progress import Progress
 from mppo.trainer.redistribution import balanced_mini_batches, distribute
 from mppo.trainer.reporter import SampleLine
 from mppo.trainer.run import Run
@@ -57,25 +57,6 @@ def named_step(method: Callable[..., T]) -> Callable[..., T]:
     return wrapper
 
 
-@dataclass
-class Progress:
-    """How far a run has come."""
-
-    step: int = 0
-    """Training steps that are done."""
-    weight_version: int = 0
-    """Updates of the actor that are done: training steps but those of a critic's warm-up."""
-    accuracies: dict[int, float] = field(default_factory=dict)
-    """On held-out prompts, by the step after which they were answered."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.weight_version = state["step"], state["weight_version"]
-        self.accuracies = {int(step): found for step, found in state["accuracies"].items()}  # JSON's keys are texts
-
-
 class Trainer:
     """Synchronous PPO over a `run`: the roles, the rollouts and the records, assembled from a configuration."""
 
@@ -99,6 +80,7 @@ class Trainer:
             self.config.trainer.keep_checkpoints,
         )
         self._warned: set[str] = set()
+        self.guard = StepGuard(run, self.settled, self.checkpoints, self.progress)
 
     def _states(self) -> dict[str, State]:
         """What a checkpoint consists of."""
@@ -115,7 +97,7 @@ class Trainer:
 
     @property
     def settled(self) -> dict[str, Stateful]:
-        """What a refused step leaves as it was before it: the order of the data, and what is steered by it."""
+        """What a refused step leaves as it was before it: the order of the data, and what it steers."""
         return {
             "prompts": self.run.rollouts.stream,
             "kl_controller": self.kl_controller,
@@ -134,6 +116,8 @@ class Trainer:
         for line in (*self.spec.warnings, self.run.data, *resumed):
             reporter.note(line)
         self.sync_weights()
+        if self.progress.step >= settings.total_training_steps and settings.save_hf:
+            self.export("hf")
         if self._validation_is_due:
             self.validate()
         while self.progress.step < settings.total_training_steps:
@@ -141,8 +125,6 @@ class Trainer:
             self.metrics |= throughput(self.metrics, gather_from_all(platform.peak_memory()))
             self.report()
             self._after_step()
-        if settings.save_hf:
-            self.export("hf")
         reporter.numbers(self.progress.step, self.metrics)
         reporter.finish(self.progress.accuracies)
         return self.progress.accuracies
@@ -150,11 +132,14 @@ class Trainer:
     def _after_step(self) -> None:
         """What is written now and then. The checkpoint comes last, so that whoever resumes has all that came before."""
         settings, done = self.config.trainer, self.progress.step
+        is_last = done == settings.total_training_steps
         if self._is_due(settings.save_hf_freq):
             self.export(f"hf_step_{done:06d}")
+        if is_last and settings.save_hf:
+            self.export("hf")
         if self._validation_is_due:
             self.validate()
-        if settings.save_freq and (self._is_due(settings.save_freq) or done == settings.total_training_steps):
+        if settings.save_freq and (self._is_due(settings.save_freq) or is_last):
             self.save()
 
     def _is_due(self, frequency: int) -> bool:
@@ -179,7 +164,7 @@ class Trainer:
     @named_step
     def train_step(self) -> None:
         """One training step: nine steps, and the new weights to the engine."""
-        with self._refusable():
+        with self.guard.refusable():
             taken = self.sample()
             answers = self.reward(taken)
             batch = self.balance(answers)
@@ -192,37 +177,6 @@ class Trainer:
                 self.update_actor(batch)
                 self.sync_weights()
         self.progress.step += 1
-
-    @contextmanager
-    def _refusable(self) -> Iterator[None]:
-        """If what is inside raises, put the data order, what it steers and the buffer back to before, and save what was
-        trained.
-
-        Resumed, the step then draws its prompts again. Optimizer steps that it has made before stay.
-        """
-        before = {name: deepcopy(state.state_dict()) for name, state in self.settled.items()}
-        groups = self.run.rollouts.buffer.snapshot()
-        try:
-            yield
-        except MppoError as error:
-            if not error.on_every_rank:
-                raise  # the others do not know of it, and cannot save together
-            for name, state in self.settled.items():
-                state.load_state_dict(before[name])
-            self.run.rollouts.buffer.put_back(groups)
-            self._write_not_judged()
-            try:
-                self.save()
-            except MppoError as second:
-                error.add_note(f"and what was trained could not be saved: {second}")
-            raise
-
-    def _write_not_judged(self) -> None:
-        """All answers, of all ranks, over whose judgement the step is refused."""
-        collector = self.run.rollouts.collector
-        text = collector.rewards.text
-        mine = [SampleLine.of(Answer(t, Judgement(t.uid, None)), prompt, text) for prompt, t in collector.not_judged]
-        self.run.records.reporter.samples([line for lines in gather_from_all(mine) for line in lines])
 
     @named_step
     def sample(self) -> Taken:
@@ -410,7 +364,7 @@ class Trainer:
     def validate(self) -> None:
         """Answer the held-out prompts, and remember and report how many are right."""
         held_out, collector = self.run.rollouts.held_out, self.run.rollouts.collector
-        with self._refusable(), fail_together():
+        with self.guard.refusable(), fail_together():
             answers = collector.validate(held_out)
         collector.rewards.take_counts()  # which are those of training steps
         mine = [Judged.of(answer) for answer in answers]

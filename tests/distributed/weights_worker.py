@@ -78,7 +78,9 @@ class Place:
         """What an engine holds after an update that is otherwise than the folder, and the communication of one."""
         model = opened(folder)
         weights = self.weights(model, value_head=False)
-        engine = LocalEngine(model.hf_config, model.tokenizer, model.end_tokens, model.dtype, torch.device("cpu"), batch_size=1)
+        engine = LocalEngine(
+            model.hf_config, model.tokenizer, model.end_tokens, model.dtype, torch.device("cpu"), batch_size=1
+        )
         engine.transport = PointToPoint(bucket_bytes=10_000)
         asyncio.run(engine.update_weights(weights, version=1))
         held = dict(on_disk(engine.model.named_parameters()))

@@ -226,9 +226,7 @@ CORRECTION = "algorithm.rollout_correction"
         ((f"{CORRECTION}.bypass_mode=true",), 9, Anchor.ROLLOUT_POLICY),
     ],
 )
-def test_the_anchor_depends_on_who_reads_it_and_on_how_many_prompts_there_really_are(
-    overrides, prompts, anchor
-):
+def test_the_anchor_depends_on_who_reads_it_and_on_how_many_prompts_there_really_are(overrides, prompts, anchor):
     assert make_run_spec(config_with(*ONE_STEP, *overrides), 1).anchor(prompts) is anchor
 
 
