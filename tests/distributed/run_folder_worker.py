@@ -167,6 +167,10 @@ def after(folder: Path) -> dict[str, Any]:
     for step in (3, 4, 4):
         checkpoints.save(step, step)
         found[f"kept after {step}"] = run.seen()
+    for step, score in ((5, 0.9), (6, 0.9), (7, 0.2), (8, None)):
+        run.checkpoints(keep=1).save(step, step, score)
+    found["best"] = run.seen() | {"best": (run.folder / "best").read_text()}
+    checkpoints.save(3, 3)
     run.point_to("step_000003")
     found["rolled back"] = run.checkpoints().resume().manifest.step
     run.point_to("step_000009")

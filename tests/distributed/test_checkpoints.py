@@ -118,6 +118,10 @@ def test_another_model_is_refused_even_when_changes_are_allowed(after):
     assert "num_layers: 2 -> 3" in after["other model"]["said"]
 
 
+def test_the_best_checkpoint_stays_beside_the_newest(after):
+    assert after["best"] == {"folders": ["step_000005", "step_000008"], "latest": "step_000008", "best": "step_000005"}
+
+
 def test_the_newest_checkpoints_stay_and_one_of_the_same_step_is_replaced(after):
     assert after["kept after 3"] == {"folders": ["step_000001", "step_000003"], "latest": "step_000003"}
     assert after["kept after 4"] == {"folders": ["step_000003", "step_000004_2"], "latest": "step_000004_2"}

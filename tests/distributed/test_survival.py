@@ -100,6 +100,41 @@ def test_a_run_that_was_killed_leaves_what_one_leaves_that_was_not(tmp_path):
         assert resumed[name] == expected, name
 
 
+PROMISED = [
+    "prompt_length/mean",
+    "response_length/mean",
+    "rollout/truncated_share",
+    "reward/failure_rate",
+    "throughput/tokens_per_second",
+    "throughput/tokens_per_second_per_rank",
+    "memory/peak_gib",
+    "time/train_step",
+    "time/report",
+    "time/validate",
+    "time/save",
+    "time/export",
+    "val/accuracy",
+    "val/pass@1",
+    "val/pass@2",
+    "val/truncated_share",
+]
+
+
+def test_metrics_that_are_promised_are_reported_and_warnings_logged(tmp_path):
+    overrides, there = trouble(tmp_path)
+    there.unlink()
+    more = ("rollout.val_kwargs.n=2", "rollout.val_kwargs.temperature=1", "actor.ppo_mini_batch_size=3")
+    run = train("class", 2, tmp_path / "run", *overrides, *RECORDED, *more, "trainer.total_training_steps=2")
+    for name in PROMISED:
+        assert min(run.column(name)) >= 0, name
+    assert min(run.column("throughput/tokens_per_second")) > 0 and min(run.column("memory/peak_gib")) > 0.1
+    assert run.column("prompt_length/mean") == [2.0, 2.0]
+    assert run.column("actor/optimizer_steps") == [3, 3]
+    warning = "actor.ppo_mini_batch_size=3 does not divide data.train_batch_size=8: optimizer steps take 3 or 2 prompts"
+    assert warning in (tmp_path / "run/train.log").read_text()
+    assert run.output.rstrip().splitlines()[-1].startswith("held-out accuracy: ")
+
+
 def test_a_run_that_starts_anew_leaves_nothing_of_the_one_before_among_its_own(tmp_path):
     overrides, there = trouble(tmp_path)
     there.unlink()
