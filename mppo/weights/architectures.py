@@ -157,6 +157,7 @@ class Architecture:
 
     def model_config(self, hf: Any, make_vocab_size_divisible_by: int = 128) -> ModelConfig:
         """Read a transformers configuration. Raises ModelError for a feature that mppo does not build."""
+        _refuse(hf, "quantization_config", None, "quantised weights; give the folder of the unquantised model")
         _refuse(hf, "attention_bias", False, "a bias on attention projections")
         _refuse(hf, "mlp_bias", False, "a bias on feed-forward layers")
         _refuse(hf, "use_sliding_window", False, "sliding-window attention")

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 
 from mppo.errors import ModelError
 from mppo.megatron.collectives import fail_together
+from mppo.weights.folder_files import write_folder_files
 from mppo.weights.live_weights import LiveWeights
 from mppo.weights.pretrained import PretrainedModel
 from mppo.weights.transfer_plan import Layout, plan, whole_tensors
@@ -125,12 +125,7 @@ def _write_rest(files: list[WeightFile], layout: Layout, model: PretrainedModel,
             "weight_map": {name: file.name for file in files for name in file.tensors},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    hf_config = deepcopy(model.hf_config)
-    hf_config.dtype = model.dtype  # which transformers loads it in
-    hf_config.save_pretrained(folder)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
+    write_folder_files(model, folder)
 
 
 def _replace(folder: Path, made: Path) -> None:

@@ -28,8 +28,8 @@ class PretrainedModel:
     dtype: torch.dtype
     end_tokens: tuple[int, ...]
     """Ids that end an answer: those that generation_config.json, config.json and the tokenizer name."""
-    generation_config: GenerationConfig | None = None
-    """What the folder says of sampling, handed on by an export; the rollout reads its end tokens alone."""
+    folder: Path | None = None
+    """Where it was read from; None for a preset."""
 
 
 def open_model(model: ModelSource, seed: int) -> PretrainedModel:
@@ -44,10 +44,7 @@ def open_model(model: ModelSource, seed: int) -> PretrainedModel:
     else:
         hf_config = read_hf_config(model.path, "model.path")
         source = SafetensorsFolder(model.path)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"model.path={model.path}: its tokenizer cannot be read: {error}") from error
+        tokenizer = _tokenizer(model.path, "model.path")
     generation_config = None if model.path is None else _generation_config(Path(model.path))
     config = _model_config(model, hf_config)
     return PretrainedModel(
@@ -58,7 +55,7 @@ def open_model(model: ModelSource, seed: int) -> PretrainedModel:
         source=source,
         dtype=getattr(torch, model.dtype),
         end_tokens=_end_tokens(hf_config, generation_config, tokenizer, config.vocab_size),
-        generation_config=generation_config,
+        folder=None if model.path is None else Path(model.path),
     )
 
 
@@ -98,7 +95,33 @@ def open_critic(critic: CriticConfig, actor: PretrainedModel) -> PretrainedModel
         return own
     hf_config = read_hf_config(critic.path, "critic.path")
     architecture, source = architecture_of(hf_config), SafetensorsFolder(critic.path)
-    return replace(own, hf_config=hf_config, architecture=architecture, source=source)
+    _check_tokenizer(critic.path, actor.tokenizer)
+    folder = Path(critic.path)
+    return replace(own, hf_config=hf_config, architecture=architecture, source=source, folder=folder)
+
+
+def _check_tokenizer(path: str, actor: Any) -> None:
+    """The critic reads the actor's ids: where its folder has a tokenizer, each token of the actor's has the same id.
+
+    Raises ModelError that names the first that has another.
+    """
+    if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return
+    ids, own = actor.get_vocab(), _tokenizer(path, "critic.path").get_vocab()
+    for token, number in sorted(ids.items(), key=lambda item: item[1]):
+        if own.get(token) != number:
+            other = f"id {own[token]}" if token in own else "no id"
+            raise ModelError(
+                f"critic.path={path}: its tokenizer is another than the actor's: {token!r} has id {number} there and"
+                f" {other} here; give a reward model with the actor's tokenizer"
+            )
+
+
+def _tokenizer(path: str, field: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{field}={path}: its tokenizer cannot be read: {error}") from error
 
 
 def read_critic_config(critic: CriticConfig, actor: ModelConfig) -> ModelConfig:

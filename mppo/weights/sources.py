@@ -1,11 +1,12 @@
 """Where Hugging Face tensors are read from: a folder of safetensors, or a seeded random initialisation."""
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,17 +26,22 @@ class TensorSource(Protocol):
         ...
 
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"
+
+
 class SafetensorsFolder:
-    """The safetensors files of a Hugging Face folder; only the slices asked for are read."""
+    """The weights of a Hugging Face folder, in the files that transformers reads; only the slices asked for are read.
+
+    That is `model.safetensors`, or else what `model.safetensors.index.json` names; other files are left alone.
+    """
 
     def __init__(self, folder: str | Path):
+        """Raises ModelError for weights that are missing, not whole, or in another form."""
         self.folder = Path(folder)
-        files = sorted(self.folder.glob("*.safetensors"))
-        if not files:
-            raise ModelError(f"{self.folder}: no *.safetensors files in this model folder")
         self._open: dict[str, Any] = {}
-        for file in files:
-            handle = safe_open(file, framework="pt")
+        for file in _weight_files(self.folder):
+            handle = _opened(file)
             for name in handle.keys():  # noqa: SIM118  (safe_open is no mapping)
                 if name in self._open:
                     raise ModelError(f"{self.folder}: two files hold {name}, {file.name} the second; remove one")
@@ -61,6 +67,41 @@ class SafetensorsFolder:
         if name not in self._open:
             raise ModelError(f"{self.folder}: tensor {name} is missing from the safetensors files")
         return self._open[name].get_slice(name)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        raise ModelError(f"{folder}: it has neither {SINGLE} nor {INDEX}{_other_form(folder)}")
+    try:
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder / INDEX} cannot be read: {type(error).__name__}: {error}") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelError(f"{folder}: {INDEX} names {missing[0]}, which is not there; {len(missing)} files are missing")
+    return [folder / name for name in names]
+
+
+def _other_form(folder: Path) -> str:
+    """What there is instead, and what to do with it."""
+    if (folder / "adapter_config.json").is_file():
+        return "; it is an adapter (LoRA): merge it into its model and save that"
+    if any(folder.glob("*.gguf")):
+        return "; GGUF files are not read: give the folder they were made of"
+    if any(folder.glob("pytorch_model*.bin")):
+        return "; convert its pytorch_model files with transformers: from_pretrained(...).save_pretrained(...)"
+    return ""
+
+
+def _opened(file: Path) -> Any:
+    with file.open("rb") as content:
+        if content.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ModelError(f"{file} is a pointer of Git LFS and no weights; run `git lfs pull` in its repository")
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ModelError(f"{file} is no whole safetensors file: {error}; copy it again") from error
 
 
 class RandomInitialisation:

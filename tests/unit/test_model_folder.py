@@ -1,14 +1,18 @@
 """Opening and loading a Hugging Face folder: what is wrong with it is said by name."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from mppo.cli.compose import load_config
 from mppo.config import CriticConfig, ModelSource
 from mppo.errors import ConfigError, ModelError
+from mppo.rollout.engines.contract import SamplingParams
+from mppo.rollout.engines.local import local_engine
 from mppo.weights.fused import on_disk
 from mppo.weights.load import load
 from mppo.weights.pretrained import open_critic, open_model
@@ -101,10 +105,93 @@ def test_an_output_layer_beside_the_embedding_that_it_is_said_to_be(tmp_path):
         load([], model.architecture, model.config, model.source, topology=None)
 
 
-def test_a_tensor_in_two_files(folder):
-    save_file(load_file(folder / "model.safetensors"), folder / "old.safetensors")
-    with pytest.raises(ModelError, match="two files hold .*, old.safetensors the second"):
+def sharded(folder):
+    """The same weights in several files with an index."""
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="100KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    return sorted(path.name for path in folder.glob("model-*.safetensors"))
+
+
+def test_files_that_transformers_does_not_read_are_left_alone(folder):
+    stray = {"model.embed_tokens.weight": torch.zeros(2, 2), "lora.weight": torch.zeros(3)}
+    for name in ("adapter_model.safetensors", "consolidated.safetensors"):
+        save_file(stray, folder / name)
+    own = load_file(folder / "model.safetensors")
+    for change in (lambda folder: None, sharded):
+        change(folder)
+        source = opened(folder).source
+        assert sorted(source.names()) == sorted(own)
+        assert torch.equal(source.read("model.embed_tokens.weight", 0, 0, 66), own["model.embed_tokens.weight"])
+
+
+def test_a_shard_that_is_not_there_is_named(folder):
+    first, *_ = sharded(folder)
+    (folder / first).unlink()
+    with pytest.raises(ModelError, match=f"index.json names {first}, which is not there; 1 files are missing"):
         opened(folder)
+
+
+def test_a_tensor_in_two_files(folder):
+    first, second, *_ = sharded(folder)
+    save_file(load_file(folder / first), folder / second)
+    with pytest.raises(ModelError, match=f"two files hold .*, {second} the second"):
+        opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS"),
+        ("model.safetensors", b"\x40\0\0\0\0\0\0\0{}", "no whole safetensors file"),
+        ("model.safetensors.index.json", b"[]", "index.json cannot be read"),
+        ("model.safetensors.index.json", b"{", "index.json cannot be read"),
+        ("pytorch_model.bin", b"", "convert its pytorch_model files"),
+        ("adapter_config.json", b"{}", "it is an adapter"),
+        ("model-q4.gguf", b"", "GGUF files are not read"),
+    ],
+)
+def test_weights_in_another_form(folder, name, content, said):
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelError, match=said):
+        opened(folder)
+
+
+def test_quantised_weights(folder):
+    change_config(folder, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ModelError, match="quantization_config"):
+        opened(folder)
+
+
+def test_all_tokens_that_end_a_text_are_known(folder):
+    eos = opened(folder).tokenizer.eos_token_id
+    change_config(folder, eos_token_id=None)
+    (folder / "generation_config.json").unlink()
+    assert opened(folder).end_tokens == (eos,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, 5]}))
+    change_config(folder, eos_token_id=7)
+    model = opened(folder)
+    assert model.end_tokens == (5, 7, eos)
+    engine = local_engine(load_config("train", []), model)
+    greedy = SamplingParams(max_new_tokens=4)
+    assert sorted(engine._stop_tokens(greedy).tolist()) == [5, 7, eos]
+    assert engine._stop_tokens(replace(greedy, ignore_eos=True)).tolist() == []
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 66}))
+    with pytest.raises(ModelError, match="generation_config.json names 66, but the model's vocabulary has 66"):
+        opened(folder)
+
+
+def test_a_critic_whose_tokenizer_is_another(folder, tmp_path):
+    path = write_model("reward", tmp_path / "reward")
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["3"], ids["4"] = ids["4"], ids["3"]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match="critic.path=.*'3' has id 3 there and id 4 here"):
+        open_critic_of(opened(folder), path=str(path))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).unlink()
+    assert open_critic_of(opened(folder), path=str(path)).config.vocab_size == 66
 
 
 def test_numbers_that_make_no_model(folder):
@@ -173,7 +260,7 @@ def test_an_unreadable_config(folder):
 
 def test_no_tensors(folder):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"no \*.safetensors files"):
+    with pytest.raises(ModelError, match="neither model.safetensors nor model.safetensors.index.json"):
         opened(folder)
 
 
