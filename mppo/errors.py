@@ -10,6 +10,8 @@ class MppoError(Exception):
 
     on_every_rank = False
     """Whether all ranks raise it, so that one of them says enough."""
+    on_every_rank_of_machine = False
+    """Whether all ranks of a machine do, but perhaps not those of others: a file may be missing on one."""
 
 
 class ConfigError(MppoError, ValueError):
@@ -47,6 +49,16 @@ def alike_on_every_rank() -> Iterator[None]:
         yield
     except MppoError as error:
         error.on_every_rank = True
+        raise
+
+
+@contextmanager
+def alike_on_machine() -> Iterator[None]:
+    """What is inside follows from what every rank knows and from the files of a machine."""
+    try:
+        yield
+    except MppoError as error:
+        error.on_every_rank_of_machine = True
         raise
 
 

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from typing import Any
 
 from rich.console import Console
 
@@ -18,14 +19,34 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return options.run(options)
     except MppoError as error:
-        if not error.on_every_rank or os.environ.get("RANK", "0") == "0":
+        if _speaks_for_others(error):
             message = "\n".join([str(error), *getattr(error, "__notes__", [])])
             print(f"mppo: {type(error).__name__}: {message}", file=sys.stderr, flush=True)
         return 2
 
 
+def _speaks_for_others(error: MppoError) -> bool:
+    """Whether this process is the one that says an error which others have too."""
+    if error.on_every_rank:
+        return _is_first("RANK")
+    return not error.on_every_rank_of_machine or _is_first("LOCAL_RANK")
+
+
+def _is_first(variable: str) -> bool:
+    """Among the processes that torchrun has started."""
+    return os.environ.get(variable, "0") == "0"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Whose messages are said once."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if _is_first("RANK"):
+            super()._print_message(message, file)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mppo", description="PPO for language models inside Megatron-core's schedules.")
+    parser = _Parser("mppo", description="PPO for language models inside Megatron-core's schedules.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train (under torchrun)")
     train.set_defaults(run=_train)
@@ -39,6 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     check_loss.add_argument("knobs", nargs="*", help="knobs of the loss: clip_ratio=0.1")
     check_loss.add_argument("--out", help="where to draw loss and gradient against the ratio (default: NAME.png)")
     check_loss.set_defaults(run=_check_loss)
+    show = commands.add_parser("config", help="every field of the configuration: type, default, documentation")
+    show.add_argument("filters", nargs="*", metavar="FILTER", help="words or patterns: lr, actor.optim.*, 'clip*'")
+    show.add_argument("--json", action="store_true", help="print the fields as JSON")
+    show.set_defaults(run=_config)
     for command in (train, sft, plan):
         command.add_argument("--config-name", default="train", help="a file in the configuration folder")
         command.add_argument("--config-dir", help="the configuration folder (default: mppo's own configs/)")
@@ -60,6 +85,12 @@ def _check_loss(options: argparse.Namespace) -> int:
     from mppo.check_loss.report import check_loss
 
     return check_loss(options.loss, options.knobs, options.out, Console())
+
+
+def _config(options: argparse.Namespace) -> int:
+    from mppo.cli.config_fields import print_fields
+
+    return print_fields(options.filters, options.json)
 
 
 def _plan(options: argparse.Namespace) -> int:

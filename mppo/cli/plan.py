@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import lcm
 
 from rich.console import Console
@@ -13,11 +13,13 @@ from mppo.errors import ConfigError
 from mppo.megatron.topology import data_parallel_size
 from mppo.planning.control_plane import ControlPlane, print_control_plane, simulate
 from mppo.planning.estimate import Estimate, estimate_actor, mix_of
-from mppo.planning.estimate.tables import print_estimate
+from mppo.planning.estimate.device_memory import OnDevice, on_device
+from mppo.planning.estimate.tables import print_estimate, print_roles
 from mppo.planning.run_plan import make_plan, print_plan
+from mppo.trainer.assemble import in_words, read_prompts
 from mppo.trainer.model_checks import check_models
 from mppo.trainer.run_spec import RunSpec, make_run_spec
-from mppo.weights.pretrained import read_critic_config, read_model_config
+from mppo.weights.pretrained import open_critic, open_model
 
 LENGTHS = ("lengths", "prompt_tokens", "response_tokens", "response_sigma")
 
@@ -27,6 +29,11 @@ class OfModel:
     """What is said where a model is given."""
 
     estimate: Estimate
+    """The actor."""
+    on_device: list[OnDevice]
+    """Of all roles."""
+    data: str | None
+    """What was read of prompts, in words."""
     control_plane: list[ControlPlane] | None
 
 
@@ -46,13 +53,16 @@ def plan(options: argparse.Namespace) -> int:
     else:
         _refuse_without_model(options)
     if options.json:
-        found = {"estimate": None, "control_plane": None} if of_model is None else asdict(of_model)
+        found = dict.fromkeys(f.name for f in fields(OfModel)) if of_model is None else asdict(of_model)
         print(json.dumps(asdict(planned) | found, indent=2))
         return 0
     console = Console()
     print_plan(planned, console)
     if of_model is not None:
         print_estimate(of_model.estimate, console)
+        print_roles(of_model.on_device, console)
+        if of_model.data:
+            console.print(of_model.data, highlight=False)
         if of_model.control_plane:
             print_control_plane(of_model.control_plane, spec.trajectories, console)
     return 0
@@ -66,14 +76,17 @@ def _replica(parallel: ParallelConfig) -> int:
 
 def _of_model(options: argparse.Namespace, spec: RunSpec) -> OfModel:
     config = spec.config
-    model = read_model_config(config.model)
-    check_models(spec, model, read_critic_config(config.critic, model) if spec.critic else None)
+    opened = open_model(config.model, config.trainer.seed)
+    critic = open_critic(config.critic, opened).config if spec.critic else None
+    model = opened.config
+    check_models(spec, model, critic)
+    data = in_words(*read_prompts(config, opened)) if config.data.train.given else None
     mix = mix_of(config.data, options.lengths, options.prompt_tokens, options.response_tokens, options.response_sigma)
     simulated = None
     if options.control_plane:
         lengths = mix.step(spec.trajectories)
         simulated = [simulate(spec, model, lengths, ranks) for ranks in _ranks(options.control_plane)]
-    return OfModel(estimate_actor(spec, model, mix), simulated)
+    return OfModel(estimate_actor(spec, model, mix), on_device(spec, model, critic, mix), data, simulated)
 
 
 def _refuse_without_model(options: argparse.Namespace) -> None:

@@ -91,9 +91,10 @@ class TrainedRoleConfig:
     use_dynamic_bsz: bool = False
     """Micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by trajectories."""
     ppo_micro_batch_size_per_gpu: int | None = None
-    """Trajectories per micro-batch of one data-parallel rank. null, like the tokens: a critic has the actor's."""
+    """Trajectories per micro-batch of one data-parallel rank. null: one; a critic without any limit has the actor's."""
     ppo_max_token_len_per_gpu: int | None = None
-    """Tokens of a micro-batch on one GPU, which under context parallelism holds a slice of it: a hard limit."""
+    """Tokens of a micro-batch on one GPU, which under context parallelism holds a slice of it: a hard limit. null: as
+    many as the longest trajectory may have."""
     placement: str = "device"
     """`device`, or `host`: weights, gradients and optimizer state are on the device only while the role works."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -219,10 +220,10 @@ class CriticParallelConfig:
         positive("critic.parallel", **{name: getattr(self, name) for name in PIPELINE_FIELDS})
 
     def unread(self, run: RunFacts) -> Iterator[Unread]:
-        if self.sequence_parallel is False and not run.is_sequence_parallel:
-            yield Unread("sequence_parallel", "parallel.sequence_parallel is off already")
-        if self.virtual_pipeline_model_parallel_size == 1 and not run.is_interleaved:
-            yield Unread("virtual_pipeline_model_parallel_size", "the actor has one model chunk of each stage already")
+        for name, actors in run.actor_parallel.items():
+            own = getattr(self, name)
+            if own is not None and own == actors:
+                yield Unread(name, f"parallel.{name} is {str(actors).lower()} already")
 
     def within(self, actor: ParallelConfig) -> ParallelConfig:
         """The critic's layout, given the actor's. Raises ConfigError for a field that this leaves without effect."""

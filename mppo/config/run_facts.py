@@ -34,10 +34,8 @@ class RunFacts:
     bypass_mode: bool
     has_forward_only_pass: bool
     """Whether any pass is planned by the actor's limits of forward-only passes."""
-    is_sequence_parallel: bool
-    """The actor."""
-    is_interleaved: bool
-    """The actor: a pipeline stage has several model chunks."""
+    actor_parallel: Mapping[str, Any]
+    """Of the actor's layout what a critic may have otherwise, by field."""
     updates: Mapping[str, UpdateFacts]
     """By role, `actor` and, where the estimator needs one, `critic`."""
 

@@ -9,6 +9,7 @@ import torch
 
 from mppo.algorithm.group_selection import has_signal
 from mppo.config import Config, PromptSource, RolloutConfig, ValidationSamplingConfig
+from mppo.errors import alike_on_machine
 from mppo.megatron import topology as process_groups
 from mppo.megatron.collectives import fail_together, gather_from_all
 from mppo.megatron.head import PolicyHead
@@ -39,11 +40,12 @@ from mppo.weights.pretrained import PretrainedModel, open_critic, open_model
 def assemble(config: Config) -> Run:
     """Check everything that can be checked without other processes, then join them and build."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    spec = make_run_spec(config, process_groups.data_parallel_size(config.parallel, world_size))
-    model = open_model(config.model, config.trainer.seed)
-    critic_model = None if spec.critic is None else open_critic(config.critic, model)
-    check_models(spec, model.config, None if critic_model is None else critic_model.config)
-    train, held_out = read_prompts(config, model)
+    with alike_on_machine():
+        spec = make_run_spec(config, process_groups.data_parallel_size(config.parallel, world_size))
+        model = open_model(config.model, config.trainer.seed)
+        critic_model = None if spec.critic is None else open_critic(config.critic, model)
+        check_models(spec, model.config, None if critic_model is None else critic_model.config)
+        train, held_out = read_prompts(config, model)
 
     topology = process_groups.initialize(config.parallel, config.trainer.seed)
     kept_records = records(config, {"actor": model, "critic": critic_model}, topology)

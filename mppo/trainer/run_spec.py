@@ -14,6 +14,7 @@ from mppo.algorithm.policy_losses.probe import probe
 from mppo.algorithm.reward_shaping import OutcomeShaping
 from mppo.algorithm.rollout_correction import RolloutCorrectionConfig, rollout_correction_config
 from mppo.config import Config, ParallelConfig, RunFacts, UpdateFacts, refuse_unread
+from mppo.config.parallel import PIPELINE_FIELDS
 from mppo.errors import ConfigError
 from mppo.megatron.topology import Sizes
 from mppo.rollout.engines import ENGINES
@@ -127,8 +128,11 @@ class RunSpec:
             has_sources=bool(config.reward.sources),
             bypass_mode=self.correction.bypass_mode,
             has_forward_only_pass=self.has_forward_only_pass,
-            is_sequence_parallel=config.parallel.sequence_parallel,
-            is_interleaved=config.parallel.virtual_pipeline_model_parallel_size is not None,
+            actor_parallel={
+                "sequence_parallel": config.parallel.sequence_parallel,
+                **{name: getattr(config.parallel, name) for name in PIPELINE_FIELDS},
+                "virtual_pipeline_model_parallel_size": config.parallel.virtual_pipeline_model_parallel_size or 1,
+            },
             updates=self._update_facts(),
         )
 

@@ -12,7 +12,7 @@ import torch
 from mppo.algorithm.statistics import mean
 from mppo.batch.trajectory import Answer, Judgement, Trajectory, TrajectoryId
 from mppo.config import Config
-from mppo.errors import ConfigError, DataError, MppoError, alike_on_every_rank
+from mppo.errors import ConfigError, DataError, MppoError, alike_on_every_rank, alike_on_machine
 from mppo.megatron import topology
 from mppo.megatron.collectives import data_parallel_reduction, fail_together
 from mppo.megatron.head import PolicyHead
@@ -44,12 +44,13 @@ class SupervisedTrainer:
     """Trains the actor on the answers that `data.answer_key` holds. `actor` says how, `data` on what."""
 
     def __init__(self, config: Config):
-        _refuse_unread(config)
-        replicas = topology.data_parallel_size(config.parallel, _world_size())
-        self.spec: RunSpec = make_run_spec(config, replicas, supervised=True)
-        self.config, self.model = config, open_model(config.model, config.trainer.seed)
-        check_models(self.spec, self.model.config, None)
-        train, self.held_out = read_prompts(config, self.model)
+        with alike_on_machine():
+            _refuse_unread(config)
+            replicas = topology.data_parallel_size(config.parallel, _world_size())
+            self.spec: RunSpec = make_run_spec(config, replicas, supervised=True)
+            self.config, self.model = config, open_model(config.model, config.trainer.seed)
+            check_models(self.spec, self.model.config, None)
+            train, self.held_out = read_prompts(config, self.model)
         self.data = in_words(train, self.held_out)
         self.topology: Topology = topology.initialize(config.parallel, config.trainer.seed)
         self.actor = build_actor(self.spec, self.model, self.topology)

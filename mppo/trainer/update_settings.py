@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import Config, TrainedRoleConfig
-from mppo.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -47,25 +46,32 @@ class Defaults:
     prompts: int
     """Per optimizer step."""
     limits: tuple[MicroBatchLimit, MicroBatchLimit] | None = None
-    """Of training and of forward-only passes, for a role that says nothing of its micro-batches; None: it must."""
+    """Of training and of forward-only passes, for a role that says nothing of its micro-batches; None: its own."""
 
 
 def actor_settings(config: Config, paper_mode: str, denominator: str) -> UpdateSettings:
-    """`paper_mode` is the aggregation mode of the paper of its loss. Raises ConfigError for a missing limit."""
+    """`paper_mode` is the aggregation mode of the paper of its loss."""
     defaults = Defaults(paper_mode, config.data.max_response_length, prompts=0)  # the actor's own are never null
-    return _settings(config.actor, defaults, denominator)
+    return _settings(config.actor, defaults, denominator, _longest(config))
 
 
 def critic_settings(config: Config, actor: UpdateSettings) -> UpdateSettings:
-    """A critic inherits what it does not say from the actor. Raises ConfigError for a missing limit."""
+    """A critic inherits what it does not say from the actor."""
     defaults = Defaults(actor.loss_agg_mode, actor.norm, actor.prompts, (actor.limit, actor.infer_limit))
-    return _settings(config.critic, defaults, actor.denominator)
+    return _settings(config.critic, defaults, actor.denominator, _longest(config))
 
 
-def _settings(given: TrainedRoleConfig, defaults: Defaults, denominator: str) -> UpdateSettings:
+def _longest(config: Config) -> int:
+    """Tokens of the longest trajectory there can be, padded as any layout of these sizes asks for."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    multiple = 2 * config.parallel.tensor_model_parallel_size
+    return -(-longest // multiple) * multiple
+
+
+def _settings(given: TrainedRoleConfig, defaults: Defaults, denominator: str, longest: int) -> UpdateSettings:
     limits = defaults.limits
     if limits is None or given.has_limits:
-        limits = _limits(given)
+        limits = _limits(given, longest)
     return UpdateSettings(
         prompts=given.ppo_mini_batch_size or defaults.prompts,
         epochs=given.ppo_epochs,
@@ -78,13 +84,11 @@ def _settings(given: TrainedRoleConfig, defaults: Defaults, denominator: str) ->
     )
 
 
-def _limits(given: TrainedRoleConfig) -> tuple[MicroBatchLimit, MicroBatchLimit]:
-    """Of training, and of the forward-only pass, whose own may be null: as in training."""
+def _limits(given: TrainedRoleConfig, longest: int) -> tuple[MicroBatchLimit, MicroBatchLimit]:
+    """Of training, by default one trajectory or the tokens of the longest, and of the forward-only pass, whose own may
+    be null: as in training."""
+    kind, least = ("tokens", longest) if given.use_dynamic_bsz else ("trajectories", 1)
     field, most = given.training_limit()
-    if most is None:
-        by_tokens = str(given.use_dynamic_bsz).lower()
-        raise ConfigError(f"{given.role}.{field} is not given; {given.role}.use_dynamic_bsz={by_tokens} needs it")
     own_field, own = given.forward_only_limit()
-    kind = "tokens" if given.use_dynamic_bsz else "trajectories"
-    limit = MicroBatchLimit(**{kind: most}, field=f"{given.role}.{field}")
+    limit = MicroBatchLimit(**{kind: most or least}, field=f"{given.role}.{field}")
     return limit, limit if own is None else MicroBatchLimit(**{kind: own}, field=f"{given.role}.{own_field}")

@@ -153,9 +153,18 @@ def test_options_that_make_no_model(options):
         read_model_config(config_with("model.preset=char", f"model.preset_options={options}").model)
 
 
-def test_a_missing_micro_batch_limit_is_named():
-    with pytest.raises(ConfigError, match=r"actor\.ppo_micro_batch_size_per_gpu is not given"):
-        make_run_spec(load_config("train", []), data_parallel_size=1)
+def test_without_a_limit_a_micro_batch_is_one_trajectory_or_the_longest():
+    spec = make_run_spec(load_config("train", []), data_parallel_size=1)
+    assert (spec.actor.limit.trajectories, spec.actor.limit.tokens) == (1, None)
+    lengths = ("data.max_prompt_length=10", "data.max_response_length=7")
+    by_tokens = (*lengths, "actor.use_dynamic_bsz=true")
+    spec = make_run_spec(load_config("train", [*by_tokens]), data_parallel_size=1)
+    assert (spec.actor.limit.tokens, spec.actor.infer_limit.tokens) == (18, 18)
+    cut = [
+        f"parallel.{x}" for x in ("tensor_model_parallel_size=4", "sequence_parallel=true", "context_parallel_size=2")
+    ]
+    warnings = make_run_spec(load_config("train", [*by_tokens, *cut]), 1).warnings
+    assert not [warning for warning in warnings if "micro-batch" in warning]
 
 
 def test_both_kl_paths_warn_with_both_coefficients_and_strict_refuses():

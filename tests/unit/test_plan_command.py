@@ -5,6 +5,8 @@ import json
 import pytest
 
 from mppo.cli.main import main
+from mppo.weights.presets import PRESETS
+from mppo.weights.sources import RandomInitialisation
 from tests.distributed.model_folders import write_model
 
 pytestmark = pytest.mark.unit
@@ -107,3 +109,39 @@ def test_a_bad_field_ends_in_one_line(capsys):
     assert capsys.readouterr().err.splitlines() == [
         "mppo: ConfigError: unknown field 'actor.ppo_epoch'; did you mean 'ppo_epochs'?"
     ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (None, "rows.jsonl: no such file"),
+        ("{\n", "rows.jsonl, line 1 cannot be read"),
+        ('{"prompt": "1+2="}\n', "row 0 has no field 'ground_truth'"),
+        ('{"prompt": "1+2=+++++++++", "ground_truth": "3"}\n', "over data.max_prompt_length=8"),
+    ],
+)
+def test_prompts_that_a_run_would_refuse_are_refused(capsys, tmp_path, rows, said):
+    file = tmp_path / "rows.jsonl"
+    if rows is not None:
+        file.write_text(rows)
+    source = ("data.train.generator=null", f"data.train.files=[{file}]")
+    assert main(["plan", "--config-name", "class", *source]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_all_roles_are_on_one_device(capsys):
+    rest = ("actor.use_kl_loss=true", "model.make_vocab_size_divisible_by=1", "parallel=single")
+    found = {}
+    for placement in ("device", "host"):
+        placed = [f"{role}.placement={placement}" for role in ("actor", "critic", "ref")]
+        assert main(["plan", "--json", "--config-name", "offset", *rest, *placed]) == 0
+        (found[placement],) = json.loads(capsys.readouterr().out)["on_device"]
+    shapes = RandomInitialisation(PRESETS.get("char").fn({})[0], 1).shapes
+    weights = {name: 4 * shape.numel() for name, shape in shapes.items()}
+    whole, backbone = sum(weights.values()), sum(weights.values()) - weights["lm_head.weight"]
+    device, host = found["device"], found["host"]
+    assert (device["actor"]["weights"], device["reference"]) == (whole, whole)
+    assert (device["critic"]["weights"], device["critic"]["optimizer"]) == (backbone + 4 * 64, 2 * (backbone + 4 * 64))
+    assert host["actor_update"] == sum(host["actor"].values())
+    assert device["actor_update"] == host["actor_update"] + 4 * (backbone + 4 * 64) + whole
+    assert device["critic_update"] == host["critic_update"] + 4 * whole + whole

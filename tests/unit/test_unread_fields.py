@@ -55,6 +55,7 @@ BY_TOKENS = (
 )
 SOURCES = "reward.sources={math: {function: exact_match}}"
 ONE_STEP = ("data.train_batch_size=8", "actor.ppo_mini_batch_size=8")
+LAST = "num_layers_in_last_pipeline_stage=2"
 TP2, PP2 = "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"
 
 REFUSED = [
@@ -109,9 +110,15 @@ REFUSED = [
     ("critic.optim.state_placement=host", (GAE, "critic.placement=host"), "takes the optimizer state along"),
     ("critic.optim.grad_reduce_in_fp32=false", (GAE, "critic.dtype=float32"), "in float32 anyway"),
     ("critic.parallel.sequence_parallel=true", (GAE,), "tensor_model_parallel_size=1"),
-    ("critic.parallel.sequence_parallel=false", (GAE,), "parallel.sequence_parallel is off already"),
-    ("critic.parallel.sequence_parallel=false", (GAE, TP2), "parallel.sequence_parallel is off already"),
-    ("critic.parallel.virtual_pipeline_model_parallel_size=1", (GAE, PP2), "one model chunk of each stage already"),
+    ("critic.parallel.sequence_parallel=false", (GAE,), "parallel.sequence_parallel is false already"),
+    ("critic.parallel.sequence_parallel=false", (GAE, TP2), "parallel.sequence_parallel is false already"),
+    (
+        "critic.parallel.virtual_pipeline_model_parallel_size=1",
+        (GAE, PP2),
+        "virtual_pipeline_model_parallel_size is 1 already",
+    ),
+    ("critic.parallel.sequence_parallel=true", (GAE, TP2, "parallel.sequence_parallel=true"), "is true already"),
+    ("critic.parallel.num_layers_in_last_pipeline_stage=2", (GAE, PP2, f"parallel.{LAST}"), "is 2 already"),
     ("critic.parallel.num_layers_in_first_pipeline_stage=2", (GAE,), "needs parallel.pipeline_model_parallel_size"),
     ("critic.parallel.num_layers_in_last_pipeline_stage=2", (GAE,), "needs parallel.pipeline_model_parallel_size"),
     ("ref.placement=device", (), "neither actor.use_kl_loss nor algorithm.use_kl_in_reward is on"),

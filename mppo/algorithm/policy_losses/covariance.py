@@ -20,8 +20,9 @@ class ClipCovConfig(ClipConfig):
     clip_cov_ratio: float = 2e-4
     """Share of the mini-batch's tokens that lose their gradient; at least one does."""
     clip_cov_lb: float = 1.0
+    """Only tokens whose covariance lies strictly above it may be chosen,"""
     clip_cov_ub: float = 5.0
-    """Only tokens whose covariance lies strictly between the two may be chosen."""
+    """and strictly below this."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -58,7 +58,9 @@ def held_by(model: ModelConfig, layout: Layout, load: Load, stage: int, terms: H
     spread = layout.optim.use_distributed_optimizer
     parts = ((weights.dense, layout.shards), (weights.experts, layout.expert_shards))
     head = 0
-    if stage == layout.sizes.pp - 1:
+    if stage == layout.sizes.pp - 1 and layout.value_head:
+        head = load.actions * model.hidden_size * FP32
+    elif stage == layout.sizes.pp - 1:
         columns = model.padded_vocab_size(layout.sizes.tp) // layout.sizes.tp
         head = head_bytes(model.hidden_size, columns, load.actions, layout.bytes_per_weight, terms)
     return Memory(

@@ -19,12 +19,22 @@ class Layout:
     bytes_per_weight: int
     optim: OptimConfig
     recompute: RecomputeConfig
+    value_head: bool = False
+    """A critic: a scalar in place of the output layer."""
 
     @classmethod
     def of(
-        cls, parallel: ParallelConfig, dp: int, dtype: str, optim: OptimConfig, recompute: RecomputeConfig
+        cls,
+        parallel: ParallelConfig,
+        dp: int,
+        dtype: str,
+        optim: OptimConfig,
+        recompute: RecomputeConfig,
+        *,
+        value_head: bool = False,
     ) -> "Layout":
-        return cls(parallel, Sizes.of(parallel, dp), 2 if dtype == "bfloat16" else FP32, optim, recompute)
+        size = 2 if dtype == "bfloat16" else FP32
+        return cls(parallel, Sizes.of(parallel, dp), size, optim, recompute, value_head)
 
     @property
     def bytes_per_gradient(self) -> int:
@@ -102,8 +112,9 @@ def stage_weights(model: ModelConfig, layout: Layout, stage: int) -> Weights:
     if stage == 0:
         cut += embedding_weights(model, tp)
     if stage == layout.sizes.pp - 1:
-        whole += h
-        cut += 0 if model.tie_word_embeddings and layout.sizes.pp == 1 else embedding_weights(model, tp)
+        whole += h * (1 + layout.value_head)
+        shares = model.tie_word_embeddings and layout.sizes.pp == 1
+        cut += 0 if shares or layout.value_head else embedding_weights(model, tp)
     if layout.sizes.ep == 1:
         cut, experts = cut + experts, 0
     return Weights(whole + cut, experts, whole, query_key_norms)

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mppo.planning.estimate import Estimate
+from mppo.planning.estimate.device_memory import OnDevice
 from mppo.planning.estimate.lengths import Load
 
 
@@ -22,6 +23,24 @@ def print_estimate(found: Estimate, console: Console) -> None:
         for kind in vars(parts[0]):
             table.add_row(f"{title}: {kind.replace('_', ' ')}", *(_gib(getattr(part, kind)) for part in parts))
         table.add_row(f"{title}: altogether", *(_gib(part.total) for part in parts), end_section=True)
+    console.print(table)
+
+
+def print_roles(found: list[OnDevice], console: Console) -> None:
+    """What is on the device of each stage that differs."""
+    table = Table(title="actor, critic and reference on one device, on paper (GiB)")
+    table.add_column("")
+    for stage in found:
+        table.add_column("every stage" if len(found) == 1 else f"stage {stage.stage}", justify="right")
+    table.add_row("the actor, while it is updated", *(_gib(s.actor.total) for s in found))
+    if any(s.critic for s in found):
+        table.add_row("the critic, while it is updated", *(_gib(s.critic.total) if s.critic else "" for s in found))
+    if any(s.reference for s in found):
+        table.add_row("the reference's weights", *(_gib(s.reference) for s in found))
+    table.add_section()
+    table.add_row("all roles, while the actor is updated", *(_gib(s.actor_update) for s in found))
+    if any(s.critic for s in found):
+        table.add_row("all roles, while the critic is updated", *(_gib(s.critic_update) for s in found))
     console.print(table)
 
 

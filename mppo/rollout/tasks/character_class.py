@@ -12,7 +12,9 @@ from mppo.rollout.tasks.characters import characters
 @dataclass(frozen=True)
 class CharacterClassConfig:
     size: int = 4096
+    """Prompts."""
     seed: int = 0
+    """Of what is drawn."""
 
 
 @GENERATORS.register("class", config=CharacterClassConfig)

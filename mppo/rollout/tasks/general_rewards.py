@@ -11,6 +11,7 @@ class ExactMatchConfig:
     first_line: bool = False
     """Compare only the first line of the answer."""
     ignore_case: bool = False
+    """Take upper and lower case for the same."""
 
 
 THOUGHTS = "<think>", "</think>"

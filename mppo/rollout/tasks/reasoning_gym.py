@@ -11,8 +11,11 @@ from mppo.rollout.rewards import REWARDS, Sample
 @dataclass(frozen=True)
 class ReasoningGymConfig:
     dataset: str = "chain_sum"
+    """A data set of the package, by its name there."""
     size: int = 1000
+    """Prompts."""
     seed: int = 0
+    """Of what is drawn."""
     template: str = "{question}"
     """The prompt; `{question}` is replaced."""
 
