@@ -5,6 +5,7 @@ entry points of the group `mppo.plugins`, whose modules register by decorator wh
 """
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -136,6 +137,20 @@ class Registry(Generic[T, Declared]):
             raise ConfigError(f"{self.kind} {path!r} is not callable")
         registered = next((p for p in self._plugins.values() if p.fn is target), None)
         return registered or Plugin(path, target, getattr(target, "config", NoConfig), self._traits())
+
+
+def check_signature(fn: Callable, arguments: tuple[str, ...], who: str) -> None:
+    """Raise ConfigError unless `fn` can be called with so many positional arguments; `who` names it in the error."""
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # of what is written in C
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{who} has the signature {signature}, and is called with ({', '.join(arguments)}): {error}"
+        ) from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -97,9 +97,7 @@ def _micro_batches(loss: PolicyLoss, sample: Sample) -> Finding:
 
 def _ranks(loss: PolicyLoss, sample: Sample) -> Finding:
     """the cut over data-parallel ranks does not matter"""
-    held = (
-        [sample.trajectories(which) for which in ([0, 3, 4], [], [1, 2, 5, 6])] if loss.needs_mini_batch else [sample]
-    )
+    held = [sample.trajectories(which) for which in ([0, 3, 4], [], [1, 2, 5, 6])]
     results = on_simulated_ranks(
         held,
         lambda part, reduction: _with_positions(loss, with_prepared(loss, part, reduction)),

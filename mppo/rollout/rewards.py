@@ -11,7 +11,7 @@ from typing import Any
 
 from mppo.config import RewardConfig
 from mppo.errors import ConfigError
-from mppo.registry import Registry, Traits, typed
+from mppo.registry import Registry, Traits, check_signature, typed
 
 
 @dataclass(frozen=True)
@@ -131,4 +131,6 @@ def reward_function(name: str, options: dict[str, Any], where: str = "reward") -
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{where}.function={name} needs the package {package.replace('_', '-')}; install it")
     batch = plugin.traits.batch or bool(getattr(plugin.fn, "batch", False))
-    return RewardFunction(name, plugin.bind(options, f"{where}.options"), batch, plugin.traits.packages)
+    call = plugin.bind(options, f"{where}.options")
+    check_signature(call, ("samples: list[Sample]" if batch else "sample: Sample",), f"reward {name!r}")
+    return RewardFunction(name, call, batch, plugin.traits.packages)

@@ -26,7 +26,6 @@ from mppo.megatron.router import take_balance_loss
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, context_part, micro_batches
-from mppo.trainer.skipped_steps import SkippedSteps
 
 
 @dataclass(frozen=True)
@@ -151,22 +150,11 @@ class TrainableRole(Role):
         with self.onloaded():
             take_up_role(self.chunks, self.optimizer, file)
 
-    def update(self, mini_batch: MiniBatch, objective: Objective, skipped: SkippedSteps) -> Update | None:
-        """One optimizer step, inside `onloaded`; None where it is left out, which `skipped` decides.
+    def update(self, mini_batch: MiniBatch, objective: Objective) -> Update:
+        """One optimizer step, inside `onloaded`: zero, forward and backward of all micro-batches, step.
 
-        Raises TrainingError, on every rank and before the step, when a token loss or the gradient is not finite and the
-        step is not left out.
+        Raises TrainingError, on every rank and before the step, when a token loss or the gradient is not finite.
         """
-        try:
-            made = self._update(mini_batch, objective)
-        except TrainingError as error:
-            skipped.skip(error)
-            return None
-        skipped.made()
-        return made
-
-    def _update(self, mini_batch: MiniBatch, objective: Objective) -> Update:
-        """Zero, forward and backward of all micro-batches, step."""
         self.optimizer.zero_grad()
         statistics = run_schedule(self.chunks, mini_batch.micro_batches, objective)
         metrics = reduce_statistics(add_up(statistics), self.topology)

@@ -7,6 +7,7 @@ from typing import Any
 from mppo.algorithm.actor_loss import ActorTerms
 from mppo.algorithm.advantages import Estimator
 from mppo.algorithm.advantages import estimator as make_estimator
+from mppo.algorithm.advantages.estimator_probe import probe_estimator
 from mppo.algorithm.aggregation import AGGREGATIONS
 from mppo.algorithm.kl import check_kl_form
 from mppo.algorithm.policy_losses import PolicyLoss, policy_loss
@@ -17,6 +18,7 @@ from mppo.config import Config, ParallelConfig, RunFacts, UpdateFacts, refuse_un
 from mppo.config.parallel import PIPELINE_FIELDS
 from mppo.errors import ConfigError
 from mppo.megatron.topology import Sizes
+from mppo.registry import check_signature
 from mppo.rollout.engines import ENGINES
 from mppo.rollout.rewards import Rewards
 from mppo.rollout.tasks import GENERATORS, rewards_of
@@ -164,6 +166,7 @@ def make_run_spec(config: Config, data_parallel_size: int, supervised: bool = Fa
     loss = _policy_loss(config.actor.policy_loss, correction)
     probe(loss)
     estimator = make_estimator(algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
+    probe_estimator(estimator)
     actor = actor_settings(config, loss.loss_agg_mode, correction.denominator)
     critic = critic_settings(config, actor) if estimator.traits.critic else None
     _check_names(config, actor)
@@ -216,9 +219,12 @@ def _check_names(config: Config, actor: UpdateSettings) -> None:
     for mode in (actor.loss_agg_mode, config.critic.loss_agg_mode):
         if mode is not None:
             AGGREGATIONS.get(mode)
-    ENGINES.get(config.rollout.engine)
+    engine = ENGINES.get(config.rollout.engine)
+    check_signature(engine.fn, ("config: Config", "model: PretrainedModel"), f"rollout engine {engine.name!r}")
     check_kl_form(config.actor.kl_loss_type, "actor.kl_loss_type")
     check_kl_form(config.algorithm.kl_penalty, "algorithm.kl_penalty")
     for where, source in (("data.train", config.data.train), ("data.val", config.data.val)):
         if source.generator:
-            GENERATORS.get(source.generator).configure(source.options, f"{where}.options")
+            generator = GENERATORS.get(source.generator)
+            bound = generator.bind(source.options, f"{where}.options")
+            check_signature(bound, (), f"prompt generator {generator.name!r}")

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -107,7 +108,7 @@ class SupervisedTrainer:
             for piece, indices in balanced_mini_batches(batch, settings, seed, self.topology):
                 mini_batch = cut_mini_batch(piece, indices, settings, self.topology, SupervisedObjective.reads)
                 objective = SupervisedObjective(self.head, mini_batch.total_tokens)
-                over_updates.add(self.actor.update(mini_batch, objective, self.skipped))
+                over_updates.add(self.skipped.attempt(partial(self.actor.update, mini_batch, objective)))
         return over_updates.metrics()
 
     def batch(self, prompts: Mapping[int, Prompt], step: int) -> StepBatch:

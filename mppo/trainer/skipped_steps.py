@@ -1,8 +1,11 @@
 """Optimizer steps that are left out because their loss or gradient is not finite."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from mppo.errors import TrainingError
+
+T = TypeVar("T")
 
 
 class SkippedSteps:
@@ -14,12 +17,17 @@ class SkippedSteps:
         """Of one role or the other, since the last step that was made."""
         self.total = 0
 
-    def made(self) -> None:
-        """A step was made."""
+    def attempt(self, step: Callable[[], T]) -> T | None:
+        """What the step returns, or None where it is left out. Raises TrainingError where the run is to end."""
+        try:
+            made = step()
+        except TrainingError as error:
+            self._leave_out(error)
+            return None
         self.in_a_row = 0
+        return made
 
-    def skip(self, error: TrainingError) -> None:
-        """Count the step that the error refused. Raises that error where the run is not to go on without the step."""
+    def _leave_out(self, error: TrainingError) -> None:
         if self.on_non_finite == "stop":
             error.add_note("trainer.on_non_finite=skip leaves such steps out")
             raise error

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -305,7 +305,7 @@ class Trainer:
             for batch, indices in steps:
                 mini_batch = cut_mini_batch(batch, indices, settings, critic.topology, reads)
                 objective = ValueObjective(cliprange, mini_batch.total_tokens)
-                mean.add(critic.update(mini_batch, objective, self.skipped))
+                mean.add(self.skipped.attempt(partial(critic.update, mini_batch, objective)))
         self.metrics |= mean.metrics()
 
     @named_step
@@ -322,7 +322,7 @@ class Trainer:
                 mini_batch = cut_mini_batch(prepared, indices, settings, self.topology, PolicyObjective.reads(terms))
                 tokens = mini_batch.total_tokens
                 objective = PolicyObjective(roles.head, terms, tokens, reference_weight, self.combine)
-                mean.add(roles.actor.update(mini_batch, objective, self.skipped), summary)
+                mean.add(self.skipped.attempt(partial(roles.actor.update, mini_batch, objective)), summary)
         self.metrics |= mean.metrics()
         if terms.kl_loss_coef is not None:
             self.metrics["actor/kl_coef"] = terms.kl_loss_coef

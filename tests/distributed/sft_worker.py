@@ -25,7 +25,7 @@ def supervised_steps(overrides: list[str], out_dir: Path) -> Trained:
     """One training step of four mini-batches from the initial weights."""
     trainer = SupervisedTrainer(load_config("sft", [*overrides, f"trainer.out_dir={out_dir}"]))
     batch = trainer.batch(trainer.stream.draw(80), step=0)
-    trainer.stream.load_state_dict({"next_number": 0})
+    trainer.stream.next_number = 0
     before = trainer.token_loss(batch)
     metrics = trainer.train_step(0)
     losses = (before, trainer.token_loss(batch))
