@@ -7,8 +7,9 @@ A tile stays in the cache while it is worked on, so that the matrix products are
 forward, one to make them again backward, and the two of the gradients.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -262,26 +263,55 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        hidden, weight, normaliser, *of_reference, labels, entropy, full_kl = ctx.saved_tensors
-        shard, policy = _Shard(ctx.head, labels, len(weight)), _Policy(hidden, weight, normaliser)
-        reference = None if of_reference[0] is None else _Policy(*of_reference)
-        chosen, of_entropy, _, of_kl = (None if g is None else g / ctx.head.temperature for g in grads)
-        pulls = [(chosen, 1.0), (of_entropy, entropy), (of_kl, full_kl)]
-        constant = sum((-g * value for g, value in pulls if g is not None), torch.zeros_like(normaliser))
-        slopes = _Slopes(chosen, constant, None if of_entropy is None else -of_entropy, of_kl)
+        hidden, weight, *others = ctx.saved_tensors
+        rows = _rows_with_gradient(grads)
+        if rows is None:
+            grad_hidden, grad_weight = _gradients(ctx, hidden, weight, others, grads)
+            return grad_hidden, grad_weight, None, None, None, None, None
+        # Of the saved tensors all but the reference's weight are by token.
+        chosen = [x if x is None or i == 2 else x[rows] for i, x in enumerate(others)]
+        part, grad_weight = _gradients(ctx, hidden[rows], weight, chosen, [g if g is None else g[rows] for g in grads])
+        grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, part)
+        return grad_hidden, grad_weight, None, None, None, None, None
 
-        grad_hidden = torch.zeros_like(hidden, dtype=normaliser.dtype)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for v in shard.blocks():
-            of_block = None if grad_weight is None else _in_float32(grad_weight[v])
-            for c in shard.chunks():
-                slope = slopes.tile(shard, policy, reference, c, v).to(hidden.dtype)
-                _add_product(grad_hidden[c], slope, weight[v])
-                if of_block is not None:
-                    _add_product(of_block, slope.t(), hidden[c])
-            if of_block is not None and of_block.dtype != weight.dtype:
-                grad_weight[v] = of_block
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+
+def _rows_with_gradient(grads: Collection[Tensor | None]) -> Tensor | None:
+    """Numbers of the tokens with an upstream gradient: those that were clipped or have no advantage bring nothing to
+    either product. None: work on all, for all have one, or their number would have to be waited for (on a GPU).
+
+    All tensor-parallel ranks see the same gradients; and there is no collective in the backward pass.
+    """
+    given = [g for g in grads if g is not None]
+    if not given or given[0].is_cuda:
+        return None
+    has_any = torch.stack([g != 0 for g in given]).any(0)
+    return None if bool(has_any.all()) else has_any.nonzero().squeeze(1)
+
+
+def _gradients(
+    ctx: Any, hidden: Tensor, weight: Tensor, others: list[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Of the hidden states and of the weight, from those of `[A]` log-probs, entropies and KLs."""
+    normaliser, *of_reference, labels, entropy, full_kl = others
+    shard, policy = _Shard(ctx.head, labels, len(weight)), _Policy(hidden, weight, normaliser)
+    reference = None if of_reference[0] is None else _Policy(*of_reference)
+    chosen, of_entropy, _, of_kl = (None if g is None else g / ctx.head.temperature for g in grads)
+    pulls = [(chosen, 1.0), (of_entropy, entropy), (of_kl, full_kl)]
+    constant = sum((-g * value for g, value in pulls if g is not None), torch.zeros_like(normaliser))
+    slopes = _Slopes(chosen, constant, None if of_entropy is None else -of_entropy, of_kl)
+
+    grad_hidden = torch.zeros_like(hidden, dtype=normaliser.dtype)
+    grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+    for v in shard.blocks():
+        of_block = None if grad_weight is None else _in_float32(grad_weight[v])
+        for c in shard.chunks():
+            slope = slopes.tile(shard, policy, reference, c, v).to(hidden.dtype)
+            _add_product(grad_hidden[c], slope, weight[v])
+            if of_block is not None:
+                _add_product(of_block, slope.t(), hidden[c])
+        if of_block is not None and of_block.dtype != weight.dtype:
+            grad_weight[v] = of_block
+    return grad_hidden.to(hidden.dtype), grad_weight
 
 
 def _in_float32(x: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def _correction_lines(spec: RunSpec) -> dict[str, str]:
 
 
 def _anchor_line(spec: RunSpec) -> str:
-    match spec.anchor(spec.trajectories):
+    match spec.anchor(spec.config.data.train_batch_size):
         case Anchor.ROLLOUT_POLICY:
             return f"the rollout's policy ({spec.correction.loss_type})"
         case Anchor.CURRENT_POLICY:

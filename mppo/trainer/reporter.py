@@ -69,9 +69,6 @@ class SilentReporter:
     def start(self, first_step: int) -> None:
         pass
 
-    def numbers(self, step: int, metrics: dict[str, float]) -> None:
-        pass
-
     def step(self, step: int, metrics: dict[str, float]) -> None:
         pass
 
@@ -130,10 +127,6 @@ class Reporter(SilentReporter):
         self.console.print(line, highlight=False, soft_wrap=True)
         self.progress.update(self.task, completed=step)
         self._write_samples(f"step_{step:06d}")
-
-    def numbers(self, step: int, metrics: dict[str, float]) -> None:
-        """Metrics without a line in the log."""
-        self._record(step, metrics)
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         self._record(step, metrics)

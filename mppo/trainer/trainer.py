@@ -125,7 +125,9 @@ class Trainer:
             self.metrics |= throughput(self.metrics, gather_from_all(platform.peak_memory()))
             self.report()
             self._after_step()
-        reporter.numbers(self.progress.step, self.metrics)
+        if self.metrics:
+            times = (f"{name.removeprefix('time/')} {seconds:.2f} s" for name, seconds in sorted(self.metrics.items()))
+            reporter.note(f"after the last step: {', '.join(times)}")
         reporter.finish(self.progress.accuracies)
         return self.progress.accuracies
 

@@ -11,8 +11,9 @@ the vocabulary (gloo, one thread each), against
     its own limit is four products.
 
 With half of the positions masked, the head is given the others only, as the hook does; the baselines compute all, and
-mask afterwards. Seconds are medians over interleaved runs, each of the slower process; CPU seconds are those that the
-process itself was running, which say more where other work shares the machine.
+mask afterwards. "idle": all positions are there, and half have no upstream gradient. Seconds are medians over
+interleaved runs, each of the slower process; CPU seconds are those that the process itself was running, which say more
+where other work shares the machine.
 
 Extra peak is what the allocator handed out at the highest moment beyond what there was before, exact to the byte: on a
 CPU from the profiler's memory events (of a run that is not timed), on a GPU from its statistics. The gradient of the
@@ -46,8 +47,8 @@ SEED = 0
 LOGIT_SPREAD = 3.0
 """Standard deviation of logits."""
 DENSE_SHARE = 4
-# "both": log-prob and entropy; "half": half of the positions masked
-BOTH, HALF = "mppo, both", "mppo, both, half"
+# "both": log-prob and entropy; "half": half of the positions masked; "idle": half of them without upstream gradient
+LOG_PROB, BOTH, HALF, IDLE = "mppo, log-prob", "mppo, both", "mppo, both, half", "mppo, both, idle"
 DENSE, VOCABULARY_PARALLEL, PRODUCTS = "(a) both, dense", "(b) both", "(c) three products"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """By the scale of the largest gradient."""
@@ -102,8 +103,10 @@ def gradients(x: Problem, terms: list[Tensor], slopes: Tensor) -> Gradients:
     return torch.autograd.grad(loss, (x.hidden, x.weight))
 
 
-def mppo(x: Problem, names: tuple[str, ...], half: bool = False) -> Gradients:
+def mppo(x: Problem, names: tuple[str, ...], half: bool = False, idle: bool = False) -> Gradients:
     hidden, labels, slopes = x.hidden, x.labels, x.slopes
+    if idle:
+        slopes = slopes.index_fill(1, x.rows, 0.0)
     if half:
         hidden, labels, slopes = hidden.index_select(0, x.rows), labels[x.rows], slopes[:, x.rows]
     output = x.head(LastHidden(hidden, x.weight), labels)
@@ -163,10 +166,11 @@ def products(x: Problem) -> Gradients:
 
 
 CONTESTANTS: dict[str, Contestant] = {
-    "mppo, log-prob": partial(mppo, names=("log_probs",)),
+    LOG_PROB: partial(mppo, names=("log_probs",)),
     "mppo, log-prob, half": partial(mppo, names=("log_probs",), half=True),
     BOTH: partial(mppo, names=("log_probs", "entropy")),
     HALF: partial(mppo, names=("log_probs", "entropy"), half=True),
+    IDLE: partial(mppo, names=("log_probs", "entropy"), idle=True),
     DENSE: dense,
     "(b) log-prob": partial(vocabulary_parallel, with_entropy=False),
     VOCABULARY_PARALLEL: partial(vocabulary_parallel, with_entropy=True),
@@ -283,6 +287,10 @@ def ratios(costs: dict[str, Cost], logits_bytes: int) -> dict[str, float]:
         "time_over_vocab_parallel": costs[BOTH].seconds / base.seconds,
         "time_over_vocab_parallel_half_masked": costs[HALF].seconds / base.seconds,
         "cpu_time_over_vocab_parallel": costs[BOTH].cpu_seconds / base.cpu_seconds,
+        "time_over_products": costs[BOTH].seconds / costs[PRODUCTS].seconds,
+        "cpu_time_over_products": costs[BOTH].cpu_seconds / costs[PRODUCTS].cpu_seconds,
+        "time_over_products_log_prob": costs[LOG_PROB].seconds / costs[PRODUCTS].seconds,
+        "time_over_products_half_idle": costs[IDLE].seconds / costs[PRODUCTS].seconds,
     }
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from mppo.algorithm.kl import full
 from mppo.algorithm.policy_losses import policy_loss
@@ -31,6 +32,8 @@ class HeadCase:
     block: int | None = 5
     terms: tuple[str, ...] = TERMS
     """What is asked for, and if it has a gradient, brings one."""
+    idle: float = 0.0
+    """Share of the tokens that bring none."""
 
     @property
     def name(self) -> str:
@@ -52,6 +55,10 @@ HEAD_CASES = [
     HeadCase(vocabulary=40, multiple=1),
     HeadCase(vocabulary=5, multiple=64),
     HeadCase(nearness=1e-2),
+    HeadCase(idle=0.5),
+    HeadCase(idle=0.5, terms=("log_probs",)),
+    HeadCase(idle=0.9, terms=("log_probs", "entropy"), temperature=0.7),
+    HeadCase(idle=1.0),
     HeadCase(dtype="float32"),
     HeadCase(dtype="float32", nearness=1e-3),
     HeadCase(dtype="bfloat16"),
@@ -83,6 +90,8 @@ def head_errors(case: HeadCase) -> dict[str, float]:
     ref_weight = rounded(weight + case.nearness * draw(case.vocabulary, HIDDEN))
     labels = torch.randint(case.vocabulary, (case.tokens,), generator=generator)
     slopes = draw(3, case.tokens) * torch.tensor([[name in case.terms] for name in DIFFERENTIABLE])
+
+    slopes[:, torch.randperm(case.tokens, generator=generator)[: round(case.idle * case.tokens)]] = 0.0
 
     columns = -(-case.vocabulary // (case.multiple * ranks)) * case.multiple
     padding = torch.full((columns * ranks - case.vocabulary, HIDDEN), 1e3, dtype=torch.double)
@@ -124,6 +133,20 @@ def dense_head(
     }
 
 
+def products_backward(idle: int) -> int:
+    """Floating-point operations of a backward pass over 12 tokens, `idle` of which bring no gradient."""
+    generator = torch.Generator().manual_seed(3)
+    drawn = (torch.randn(n, HIDDEN, generator=generator).bfloat16() for n in (12, 16))
+    hidden, weight = (x.requires_grad_() for x in drawn)  # in bfloat16 no product is made in place, and all are counted
+    head = PolicyHead(16 * dist.get_world_size(), 1.0, dist.group.WORLD)
+    log_probs = head(LastHidden(hidden, weight), torch.arange(12), names=("log_probs",)).log_probs
+    slopes = torch.ones(12)
+    slopes[:idle] = 0.0
+    with FlopCounterMode(display=False) as counter:
+        log_probs.backward(slopes)
+    return counter.get_total_flops()
+
+
 def sliced_errors(name: str) -> dict[str, float]:
     """A loss whose trajectories are cut over the ranks, position by position, against the same loss on one."""
     loss, group = policy_loss(name), dist.group.WORLD
@@ -148,6 +171,9 @@ def worst_errors() -> dict[str, dict[str, float]]:
     dist.init_process_group("gloo")
     errors = {case.name: head_errors(case) for case in HEAD_CASES}
     errors |= {name: sliced_errors(name) for name in SLICED_LOSSES}
+    whole = products_backward(idle=0)
+    assert whole == 3 * 2 * 12 * 16 * HIDDEN  # the logits again, and the two products of the gradients
+    errors["products"] = {f"idle={idle}": products_backward(idle) / whole for idle in (3, 6, 12)}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, errors)
     dist.destroy_process_group()

@@ -95,7 +95,7 @@ class Place:
             differing.update(self.differing(current))
             assignments.add(tuple(current.table.rank_of))
             steps.append(indices)
-        expected = [mini_batches_of_epoch(len(LENGTHS), settings, 7, 3, epoch) for epoch in range(EPOCHS)]
+        expected = [mini_batches_of_epoch(batch.table.prompts, settings, 7, 3, epoch) for epoch in range(EPOCHS)]
         assert steps == [indices for mini_batches in expected for indices in mini_batches]
         in_order = balanced_mini_batches(current, replace(settings, shuffle=False), 7, self.topology)
         assert len({id(b) for b, _ in in_order}) == 1  # nothing moves between epochs of the same mini-batches

@@ -43,3 +43,8 @@ def test_a_kl_far_below_the_rounding_of_a_log_prob_is_still_right(errors):
 def test_trajectories_cut_over_ranks_give_the_loss_and_gradient_of_whole_ones(errors, name):
     """Through Segments, position by position: what context parallelism relies on."""
     assert max(errors[name].values()) < 1e-12, errors[name]
+
+
+@pytest.mark.quick
+def test_tokens_without_upstream_gradient_take_no_part_in_the_backward_pass(errors):
+    assert errors["products"] == {"idle=3": 0.75, "idle=6": 0.5, "idle=12": 0.0}
