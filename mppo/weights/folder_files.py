@@ -34,7 +34,7 @@ def write_folder_files(model: PretrainedModel, folder: Path) -> None:
         model.tokenizer.save_pretrained(folder)
     else:
         _copy(_files(model.folder, (*TOKENIZER, "generation_config.json")), folder)
-    _name_tokenizer_class(folder / TOKENIZER_CONFIG)
+    _spell_for_old_versions(folder / TOKENIZER_CONFIG)
 
 
 def exported_config(hf_config: Any, source: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -78,10 +78,15 @@ def _copy(paths: Iterator[Path], folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _name_tokenizer_class(path: Path) -> None:
-    """Older versions do not know the class that version 5 names."""
+def _spell_for_old_versions(path: Path) -> None:
+    """Older versions know neither the class that version 5 names nor a list of `extra_special_tokens`."""
     if not path.is_file():
         return
     config = json.loads(path.read_text())
+    changed = dict(config)
     if config.get("tokenizer_class") == "TokenizersBackend":
-        path.write_text(json.dumps(config | {"tokenizer_class": OLD_CLASS}, indent=2, ensure_ascii=False) + "\n")
+        changed["tokenizer_class"] = OLD_CLASS
+    if isinstance(config.get("extra_special_tokens"), list):
+        changed["additional_special_tokens"] = changed.pop("extra_special_tokens")
+    if changed != config:
+        path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n")

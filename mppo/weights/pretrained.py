@@ -70,6 +70,8 @@ def _end_tokens(
         ("the tokenizer", tokenizer.eos_token_id),
     ):
         ids = given if isinstance(given, list) else [] if given is None else [given]
+        if odd := [token for token in ids if type(token) is not int]:
+            raise ModelError(f"eos_token_id of {where} names {odd[0]!r}; it must be a token id, or a list of them")
         if outside := [token for token in ids if not 0 <= token < vocab_size]:
             raise ModelError(
                 f"eos_token_id of {where} names {outside[0]}, but the model's vocabulary has {vocab_size} tokens"
@@ -83,7 +85,7 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
         return None
     try:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ModelError(f"model.path={folder}: generation_config.json cannot be read: {error}") from error
 
 

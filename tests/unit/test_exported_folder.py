@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from mppo.config import ModelSource
 from mppo.weights.folder_files import write_folder_files
@@ -86,6 +87,16 @@ def test_dtype_and_rotary_embedding_are_said_in_both_spellings(folders, tmp_path
     target = exported(open_model(ModelSource(path=str(source), dtype="float32"), seed=1), tmp_path / "again")
     assert config_of(target)["rope_theta"] == 500000.0
     assert config_of(target)["rope_parameters"] == SCALING | {"rope_theta": 500000.0}
+
+
+def test_special_tokens_are_named_as_every_version_reads_them(tmp_path):
+    source = write_model("llama", tmp_path / "source")
+    path = source / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"extra_special_tokens": ["<think>"]}))
+    target = exported(open_model(ModelSource(path=str(source), dtype="float32"), seed=1), tmp_path / "target")
+    config = json.loads((target / "tokenizer_config.json").read_text())
+    assert config["additional_special_tokens"] == ["<think>"] and "extra_special_tokens" not in config
+    assert "<think>" in AutoTokenizer.from_pretrained(target).all_special_tokens
 
 
 def test_a_preset_has_a_tokenizer_that_every_version_knows(tmp_path):

@@ -176,6 +176,12 @@ def test_all_tokens_that_end_a_text_are_known(folder):
     greedy = SamplingParams(max_new_tokens=4)
     assert sorted(engine._stop_tokens(greedy).tolist()) == [5, 7, eos]
     assert engine._stop_tokens(replace(greedy, ignore_eos=True)).tolist() == []
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, "6"]}))
+    with pytest.raises(ModelError, match="eos_token_id of generation_config.json names '6'; it must be a token id"):
+        opened(folder)
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelError, match="generation_config.json cannot be read"):
+        opened(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 66}))
     with pytest.raises(ModelError, match="generation_config.json names 66, but the model's vocabulary has 66"):
         opened(folder)
