@@ -153,7 +153,7 @@ def check_signature(fn: Callable, arguments: tuple[str, ...], who: str) -> None:
         ) from error
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the closest known name, or the empty string."""
+def nearest(name: str, known: Iterable[str], where: str = "") -> str:
+    """`; did you mean X?` for the closest known name, which `where` precedes, or the empty string."""
     close = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {where + close[0]!r}?" if close else ""

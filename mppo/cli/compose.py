@@ -48,7 +48,7 @@ def _check_exists(config_name: str, folders: list[Path]) -> None:
         raise ConfigError(f"--config-dir: {folders[0]}: no such folder")
     name = f"{config_name.removesuffix('.yaml')}.yaml"
     if not any((folder / name).is_file() for folder in folders):
-        known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+        known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml") if path.is_file()})
         places = " and ".join(map(str, folders))
         raise ConfigError(
             f"--config-name {config_name}: no such file in {places}; there are {', '.join(known)}"
@@ -59,29 +59,41 @@ def _check_exists(config_name: str, folders: list[Path]) -> None:
 def _composed(config_name: str, overrides: list[str], folders: list[Path]) -> dict[str, Any]:
     """Plain values. Raises ConfigError, on one line, for all that Hydra and OmegaConf refuse."""
     GlobalHydra.instance().clear()
-    first = folders[0] if (folders[0] / f"{config_name.removesuffix('.yaml')}.yaml").is_file() else folders[-1]
+    file = f"{config_name.removesuffix('.yaml')}.yaml"
+    first = folders[0] if (folders[0] / file).is_file() else folders[-1]
     others = [folder for folder in folders if folder != first]
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(first), version_base="1.3"):
             # To Hydra it is no error.
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
+            # Without it the file's own fields come last, as they should.
+            warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`", UserWarning)
             given = [_addable(override, folders) for override in overrides if not override.startswith(SEARCH_PATH)]
-            composed = compose(config_name, overrides=[*_search_path(overrides, others), *given])
+            composed = compose(config_name, overrides=[*_search_path(overrides, first / file, others), *given])
             return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         where = error.full_key or f"--config-name {config_name}"
         raise ConfigError(f"{where}: {_one_line(error)}") from error
     except Exception as error:  # Hydra lets those of YAML, its grammar and its plugins through
-        raise ConfigError(f"--config-name {config_name}: {_one_line(error)}") from error
+        where = getattr(error, "override", "").removeprefix("++") or f"--config-name {config_name}"
+        said = ": ".join(_one_line(part) for part in (error, error.__cause__) if isinstance(part, Exception))
+        raise ConfigError(f"{where}: {said}") from error
 
 
-def _search_path(overrides: list[str], folders: list[Path]) -> list[str]:
-    """The override of Hydra's search path: what the command line says, and these folders."""
+def _search_path(overrides: list[str], file: Path, folders: list[Path]) -> list[str]:
+    """The override of Hydra's search path: what the command line says, or else the file, and these folders."""
     said = [
         override.removeprefix(SEARCH_PATH).strip("[]") for override in overrides if override.startswith(SEARCH_PATH)
     ]
-    places = [*said, *(f"file://{folder}" for folder in folders)]
+    places = [*(said or _searched_by(file)), *(f"file://{folder}" for folder in folders)]
     return [f"{SEARCH_PATH}[{','.join(places)}]"] if places else []
+
+
+def _searched_by(file: Path) -> list[str]:
+    """The search path of the file itself, which that of an override would replace."""
+    content = OmegaConf.load(file)
+    places = OmegaConf.select(content, "hydra.searchpath") if OmegaConf.is_dict(content) else None
+    return list(places or ())
 
 
 def _addable(override: str, folders: list[Path]) -> str:
@@ -153,12 +165,23 @@ def _refuse_unknown(values: Any, schema: type, where: str) -> None:
             raise ConfigError(_unknown(path, value, known))
         inner = _dataclass_of(known[key])
         if inner is None:
-            continue
-        if isinstance(value, dict):
+            _refuse_lax(path, value, known[key])
+        elif isinstance(value, dict):
             _refuse_unknown(value, inner, f"{path}.")
         elif not (value is None and NoneType in get_args(known[key])):
             names = ", ".join(f.name for f in fields(inner))
             raise ConfigError(f"{path} is {_shown(value)}; it is a group of fields: {names}")
+
+
+def _refuse_lax(path: str, value: Any, annotation: Any) -> None:
+    """Raise ConfigError for what OmegaConf converts though it is none: an empty text, a number for true or false."""
+    types = (annotation, *get_args(annotation))
+    if bool in types and isinstance(value, int | float) and not isinstance(value, bool):
+        raise ConfigError(f"{path} is {value}; it must be {in_words(annotation)}")
+    if str in types and value == "":
+        raise ConfigError(f"{path} is an empty text; give one, or unset it")
+    if annotation == list[str] and isinstance(value, list) and "" in value:
+        raise ConfigError(f"{path} has an empty text")
 
 
 def _unknown(path: str, value: Any, known: dict[str, Any]) -> str:
@@ -166,9 +189,10 @@ def _unknown(path: str, value: Any, known: dict[str, Any]) -> str:
     for leaf in _leaves(path, value):
         if (here := moved(leaf)) is not None:
             return f"unknown field {leaf!r}; {here}"
-    name = path.rpartition(".")[2]
+    group, dot, name = path.rpartition(".")
     elsewhere = [p for p in all_paths(Config, "") if p.rpartition(".")[2] == name]
-    return f"unknown field {path!r}" + (f"; did you mean {elsewhere[0]!r}?" if elsewhere else nearest(name, known))
+    hint = f"; did you mean {elsewhere[0]!r}?" if elsewhere else nearest(name, known, group + dot)
+    return f"unknown field {path!r}{hint}"
 
 
 def _leaves(path: str, value: Any) -> Iterator[str]:

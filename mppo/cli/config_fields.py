@@ -39,9 +39,11 @@ class FieldLine:
     """The plugin that has this knob; empty for a field that all have."""
 
     def matches(self, words: list[str]) -> bool:
-        """Every word is a pattern of the path, or occurs in path, plugin or documentation; none: all fields."""
+        """Every word is a pattern of the path or of its last name, or occurs in path, plugin or documentation; none:
+        all fields."""
         text = f"{self.path} {self.read_by} {self.documentation}".lower()
-        return all(fnmatchcase(self.path, word) or word.lower() in text for word in words)
+        names = self.path, self.path.rpartition(".")[2]
+        return all(any(fnmatchcase(name, word) for name in names) or word.lower() in text for word in words)
 
 
 def print_fields(filters: list[str], as_json: bool) -> int:

@@ -3,11 +3,12 @@
 import argparse
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 from mppo.cli.compose import load_config
+from mppo.cli.moved_names import moved
 from mppo.errors import MppoError
 
 
@@ -38,7 +39,12 @@ def _is_first(variable: str) -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Whose messages are said once."""
+    """Whose messages are said once, and tell what is an option elsewhere and a field here."""
+
+    def error(self, message: str) -> NoReturn:
+        options = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        told = [f"; {option}: {here}" for option in options if (here := moved(option.removeprefix("--")))]
+        super().error(message + "".join(told))
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if _is_first("RANK"):

@@ -62,6 +62,11 @@ MOVED = (
     Moved("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu"),
     Moved("critic.forward_micro_batch_size_per_gpu", "critic.ppo_infer_micro_batch_size_per_gpu"),
     Moved("critic.forward_max_token_len_per_gpu", "critic.ppo_infer_max_token_len_per_gpu"),
+    Moved("critic.optim.weight_decay_*", "critic.optim.weight_decay"),
+    Moved("critic.optim.lr_warmup_steps_ratio", "critic.optim.lr_warmup_steps", "a number of optimizer steps"),
+    Moved("critic.optim.total_training_steps", "critic.optim.lr_decay_steps"),
+    Moved("critic.optim.warmup_style", "critic.optim.lr_decay_style"),
+    Moved("critic.*fsdp_config*", "critic.parallel", "models are cut by Megatron-core"),
     Moved("critic.strategy", "parallel", "models are cut by Megatron-core"),
     Moved("ref.log_prob_micro_batch_size_per_gpu", "actor.log_prob_micro_batch_size_per_gpu"),
     Moved("ref.log_prob_max_token_len_per_gpu", "actor.log_prob_max_token_len_per_gpu"),
@@ -184,7 +189,8 @@ MOVED = (
 
 
 def moved(path: str) -> str | None:
-    """What to say of a path that another trainer has; None where it is of none."""
+    """What to say of a path that another trainer has, also of one with dashes; None where it is of none."""
+    path = path.replace("-", "_")
     found = next((entry for entry in MOVED if fnmatchcase(path, entry.old)), None)
     if found is not None:
         return str(found)

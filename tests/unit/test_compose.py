@@ -27,7 +27,7 @@ pytestmark = pytest.mark.unit
         ("actor.optim.lr=???", "actor.optim.lr: Missing mandatory value"),
         ("model=nope", "Could not find 'model/nope' Available options in 'model': char char_moe smollm2"),
         ("+model=char", "model appears more than once in the final defaults list"),
-        ("rollout.stop=[1,2", "no viable alternative at input '[1,2'"),
+        ("rollout.stop=[1,2", "rollout.stop=[1,2: no viable alternative at input '[1,2'"),
         ("foo", "missing EQUAL"),
         ("hydra.searchpath=[file:///nope]", "/nope is not available"),
         ("data.train.files=abc", "data.train.files is 'abc'; it must be a list, each of it a text"),
@@ -35,6 +35,12 @@ pytestmark = pytest.mark.unit
         ("rollout.n=1.5", "rollout.n is 1.5; it must be a whole number"),
         ("rollout.n=null", "rollout.n is null; it must be a whole number"),
         ("rollout.ignore_eos=maybe", "rollout.ignore_eos is 'maybe'; it must be true or false"),
+        ("strict=2", "strict is 2; it must be true or false"),
+        ("critic.parallel.sequence_parallel=1", "critic.parallel.sequence_parallel is 1; it must be true or false"),
+        ("trainer.out_dir=''", "trainer.out_dir is an empty text"),
+        ("model.path=''", "model.path is an empty text"),
+        ("data.train.files=['']", "data.train.files has an empty text"),
+        ("actor.optim=[1]", "actor.optim=[1]: Cannot merge DictConfig with ListConfig"),
         ("algorithm.adv_options=3", "algorithm.adv_options is 3; it must be a mapping"),
         ("actor.optim=3", "actor.optim is 3; it is a group of fields: lr, "),
         ("critic=null", "critic is null; it is a group of fields: "),
@@ -46,8 +52,11 @@ pytestmark = pytest.mark.unit
         ("actor_rollout_ref.actor.ppo_epochs=2", "it is actor.ppo_epochs here"),
         ("trainer.total_epochs=3", "it is trainer.total_training_steps here: counted in training steps"),
         ("learning_rate=3", "it is actor.optim.lr here"),
+        ("rollout-batch-size=3", "it is data.train_batch_size here"),
+        ("critic.optim.warmup_style=cosine", "it is critic.optim.lr_decay_style here"),
         ("trainer.nnodes=3", "processes are torchrun's to say"),
         ("rollout.m=3", "unknown field 'rollout.m'"),
+        ("actor.optim.weight_decays=1", "did you mean 'actor.optim.weight_decay'?"),
     ],
 )
 def test_what_cannot_be_composed_is_one_line(override, said):
@@ -106,6 +115,31 @@ def test_a_file_that_is_no_configuration(own, name, said):
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_the_search_path_of_a_file_is_read(tmp_path):
+    for folder in ("own", "other"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "other" / "there.yaml").write_text("rollout: {n: 5}\n")
+    file = tmp_path / "own" / "mine.yaml"
+    for place in (tmp_path / "other", tmp_path / "nowhere"):
+        file.write_text(f"defaults: [class, there, _self_]\nhydra: {{searchpath: ['file://{place}']}}\n")
+        if place.is_dir():
+            assert load_config("mine", [], str(file.parent)).rollout.n == 5
+        else:
+            with pytest.raises(ConfigError, match="path=.*nowhere is not available"):
+                load_config("mine", [], str(file.parent))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_file_without_self_in_its_defaults_comes_after_them(own):
+    assert load_config("class", [], own).rollout.n == 7
+
+
+def test_an_option_of_another_trainer_is_told_what_it_is_here(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--config-name", "class", "--eps-clip", "0.2"])
+    assert "--eps-clip: it is actor.policy_loss.clip_ratio here" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_not_there():
     with pytest.raises(ConfigError, match="--config-dir: .*nowhere: no such folder"):
         load_config("class", [], "nowhere")
@@ -137,6 +171,8 @@ def test_every_field_and_knob_has_a_type_a_default_and_a_documentation(capsys):
         "actor.optim.lr_warmup_steps: int = 0",
         "actor.optim.lr_decay_steps: int | None = null",
     ]
+    assert main(["config", "cliprange*"]) == 0
+    assert capsys.readouterr().out.startswith("critic.cliprange_value: float = 0.5\n")
     assert main(["config", "nothing-like-it"]) == 2
 
 

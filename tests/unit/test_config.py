@@ -50,7 +50,7 @@ def test_clip_ratio_sets_both_sides_unless_a_side_is_given():
     ("override", "named"),
     [
         ("actor.optim.learning_rate=1", "unknown field 'actor.optim.learning_rate'"),
-        ("actor.ppo_epoch=2", "did you mean 'ppo_epochs'"),
+        ("actor.ppo_epoch=2", "did you mean 'actor.ppo_epochs'"),
         ("actor.total_training_steps=2", "did you mean 'trainer.total_training_steps'"),
         ("nonsense=1", "unknown field 'nonsense'"),
         ("actor.ppo_epochs=often", "actor.ppo_epochs"),
@@ -211,6 +211,36 @@ def test_the_limits_of_both_passes_of_both_roles_are_read_and_know_their_field(r
     assert [(limit.field, getattr(limit, what)) for limit in limits] == [
         (f"{role}.ppo_{kind}", 64), (f"{role}.{own}_{kind}", 128),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "sequence_parallel", "least"),
+    [
+        (1, 1, False, 21),  # the longest trajectory
+        (2, 1, False, 12),  # padded to a multiple of 2 cp: 24
+        (4, 1, False, 6),
+        (1, 2, True, 22),  # cut evenly over tensor-parallel ranks
+        (2, 4, True, 12),
+        (4, 4, True, 8),  # the 6 of its slice are padded to a multiple of 4
+    ],
+)
+def test_a_token_budget_is_short_only_where_the_longest_padded_trajectory_does_not_fit(
+    cp, tp, sequence_parallel, least
+):
+    layout = (
+        f"parallel.context_parallel_size={cp}",
+        f"parallel.tensor_model_parallel_size={tp}",
+        f"parallel.sequence_parallel={str(sequence_parallel).lower()}",
+    )
+
+    def short(budget):
+        lengths = ("data.max_prompt_length=10", "data.max_response_length=11", "actor.use_dynamic_bsz=true")
+        config = load_config("train", [*lengths, *layout, f"actor.ppo_max_token_len_per_gpu={budget}"])
+        return [warning for warning in make_run_spec(config, 1).warnings if "will stop the run" in warning]
+
+    assert (short("null"), short(least)) == ([], [])
+    (warning,) = short(least - 1)
+    assert warning.startswith(f"actor.ppo_max_token_len_per_gpu={least - 1} makes a micro-batch of ")
 
 
 ONE_STEP = ("rollout.n=2", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8")

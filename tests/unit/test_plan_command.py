@@ -107,7 +107,7 @@ def test_experts_make_the_least_world_larger(capsys):
 def test_a_bad_field_ends_in_one_line(capsys):
     assert main(["plan", "actor.ppo_epoch=1"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "mppo: ConfigError: unknown field 'actor.ppo_epoch'; did you mean 'ppo_epochs'?"
+        "mppo: ConfigError: unknown field 'actor.ppo_epoch'; did you mean 'actor.ppo_epochs'?"
     ]
 
 
