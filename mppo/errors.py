@@ -13,6 +13,10 @@ class MppoError(Exception):
     on_every_rank_of_machine = False
     """Whether all ranks of a machine do, but perhaps not those of others: a file may be missing on one."""
 
+    def told(self) -> str:
+        """Its kind and what it says, with its notes on lines of their own."""
+        return "\n".join([f"{type(self).__name__}: {self}", *getattr(self, "__notes__", [])])
+
 
 class ConfigError(MppoError, ValueError):
     """A configuration field is unknown, contradictory, out of range, or would be ignored."""

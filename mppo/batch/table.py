@@ -63,7 +63,12 @@ class TrajectorySummary:
     @property
     def trains(self) -> bool:
         """Whether it is part of the batch of the step; see `Answer.trains`."""
-        return self.purpose == Purpose.SAMPLE and self.status != Status.ABORTED and not self.abstains
+        return self.purpose == Purpose.SAMPLE and self.is_judged
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it was answered to the end and got a reward."""
+        return self.status != Status.ABORTED and not self.abstains
 
 
 @dataclass(frozen=True)

@@ -37,30 +37,33 @@ def load_config(config_name: str, overrides: list[str], config_dir: str | None =
     with alike_on_every_rank():
         own = default_config_dir()
         folders = [Path(config_dir).resolve(), own] if config_dir else [own]
-        _check_exists(config_name, folders)
-        values = _composed(config_name, overrides, folders)
+        values = _composed(config_name, _folder_of(config_name, folders), overrides, folders)
         _refuse_unknown(values, Config, "")
         return _typed(values)
 
 
-def _check_exists(config_name: str, folders: list[Path]) -> None:
+def _folder_of(config_name: str, folders: list[Path]) -> Path:
+    """The first that has it. Raises ConfigError where none has."""
     if not folders[0].is_dir():
         raise ConfigError(f"--config-dir: {folders[0]}: no such folder")
-    name = f"{config_name.removesuffix('.yaml')}.yaml"
-    if not any((folder / name).is_file() for folder in folders):
-        known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml") if path.is_file()})
-        places = " and ".join(map(str, folders))
-        raise ConfigError(
-            f"--config-name {config_name}: no such file in {places}; there are {', '.join(known)}"
-            f"{nearest(config_name, known)}"
-        )
+    for folder in folders:
+        if (folder / _file_name(config_name)).is_file():
+            return folder
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml") if path.is_file()})
+    places = " and ".join(map(str, folders))
+    raise ConfigError(
+        f"--config-name {config_name}: no such file in {places}; there are {', '.join(known)}"
+        f"{nearest(config_name, known)}"
+    )
 
 
-def _composed(config_name: str, overrides: list[str], folders: list[Path]) -> dict[str, Any]:
+def _file_name(config_name: str) -> str:
+    return f"{config_name.removesuffix('.yaml')}.yaml"
+
+
+def _composed(config_name: str, first: Path, overrides: list[str], folders: list[Path]) -> dict[str, Any]:
     """Plain values. Raises ConfigError, on one line, for all that Hydra and OmegaConf refuse."""
     GlobalHydra.instance().clear()
-    file = f"{config_name.removesuffix('.yaml')}.yaml"
-    first = folders[0] if (folders[0] / file).is_file() else folders[-1]
     others = [folder for folder in folders if folder != first]
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(first), version_base="1.3"):
@@ -69,7 +72,8 @@ def _composed(config_name: str, overrides: list[str], folders: list[Path]) -> di
             # Without it the file's own fields come last, as they should.
             warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`", UserWarning)
             given = [_addable(override, folders) for override in overrides if not override.startswith(SEARCH_PATH)]
-            composed = compose(config_name, overrides=[*_search_path(overrides, first / file, others), *given])
+            searched = _search_path(overrides, first / _file_name(config_name), others)
+            composed = compose(config_name, overrides=[*searched, *given])
             return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         where = error.full_key or f"--config-name {config_name}"
@@ -119,7 +123,7 @@ def _one_line(error: Exception) -> str:
 
 def _typed(values: dict[str, Any]) -> Config:
     try:
-        return cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values)))
+        return cast(Config, _object_of(Config, values))
     except ConfigError as error:
         raise ConfigError(_owner(str(error), values) + str(error)) from error
     except OmegaConfBaseException as error:
@@ -146,10 +150,14 @@ def _owner(said: str, values: dict[str, Any]) -> str:
 def _refusal(schema: type, values: dict[str, Any]) -> str | None:
     """What a group says of its own values."""
     try:
-        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+        _object_of(schema, values)
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _object_of(schema: type, values: dict[str, Any]) -> Any:
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
 
 
 def _shown(value: Any) -> str:
@@ -163,7 +171,7 @@ def _refuse_unknown(values: Any, schema: type, where: str) -> None:
         path = f"{where}{key}"
         if key not in known:
             raise ConfigError(_unknown(path, value, known))
-        inner = _dataclass_of(known[key])
+        inner = dataclass_of(known[key])
         if inner is None:
             _refuse_lax(path, value, known[key])
         elif isinstance(value, dict):
@@ -207,14 +215,15 @@ def all_paths(schema: type, where: str) -> list[str]:
     """Of all fields and groups of the typed configuration."""
     paths = []
     for f in fields(schema):
-        inner = _dataclass_of(f.type)
+        inner = dataclass_of(f.type)
         paths.append(f"{where}{f.name}")
         if inner is not None:
             paths.extend(all_paths(inner, f"{where}{f.name}."))
     return paths
 
 
-def _dataclass_of(annotation: Any) -> type | None:
+def dataclass_of(annotation: Any) -> type | None:
+    """The group that a field of this type is; None where it is none."""
     candidates = (annotation, *get_args(annotation))
     return next((t for t in candidates if isinstance(t, type) and is_dataclass(t)), None)
 
@@ -238,7 +247,7 @@ def _schema_of(path: str) -> Any:
     """The dataclass of a group."""
     schema: Any = Config
     for name in path.split(".") if path else ():
-        schema = _dataclass_of(next(f.type for f in fields(schema) if f.name == name))
+        schema = dataclass_of(next(f.type for f in fields(schema) if f.name == name))
     return schema
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from mppo.algorithm.advantages.estimator_contract import ESTIMATORS
 from mppo.algorithm.policy_losses.loss_contract import POLICY_LOSSES
 from mppo.algorithm.rollout_correction import RolloutCorrectionConfig
+from mppo.cli.compose import dataclass_of
 from mppo.config import Config
 from mppo.errors import ConfigError
 from mppo.registry import Registry
@@ -78,7 +79,7 @@ def _knobs() -> Iterator[FieldLine]:
 def _fields_of(schema: type, where: str, read_by: str = "") -> Iterator[FieldLine]:
     documented = _documentation(schema)
     for f in fields(schema):
-        inner = next((t for t in (f.type, *get_args(f.type)) if isinstance(t, type) and is_dataclass(t)), None)
+        inner = dataclass_of(f.type)
         if inner is not None and not read_by:
             yield from _fields_of(inner, f"{where}{f.name}.")
         else:

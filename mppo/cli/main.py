@@ -21,8 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
         return options.run(options)
     except MppoError as error:
         if _speaks_for_others(error):
-            message = "\n".join([str(error), *getattr(error, "__notes__", [])])
-            print(f"mppo: {type(error).__name__}: {message}", file=sys.stderr, flush=True)
+            print(f"mppo: {error.told()}", file=sys.stderr, flush=True)
         return 2
 
 

@@ -38,8 +38,25 @@ _TORCHRUN = "processes are torchrun's to say (--nproc-per-node, --nnodes)"
 _LOADED_BY_PATH = "an import path, package.module:function"
 _ENGINE = "the engine's own, which rollout.engine chooses"
 
+
+def _of_trained_role(role: str) -> tuple[Moved, ...]:
+    """What verl calls differently of the actor and of the critic."""
+    optim = f"{role}.optim."
+    return (
+        Moved(f"{role}.grad_clip", optim + "clip_grad"),
+        Moved(optim + "weight_decay_*", optim + "weight_decay"),
+        Moved(optim + "lr_warmup_steps_ratio", optim + "lr_warmup_steps", "a number of optimizer steps"),
+        Moved(optim + "total_training_steps", optim + "lr_decay_steps"),
+        Moved(optim + "warmup_style", optim + "lr_decay_style"),
+        Moved(f"{role}.ppo_micro_batch_size", f"{role}.ppo_micro_batch_size_per_gpu"),
+        Moved(f"{role}.strategy", "parallel", "models are cut by Megatron-core"),
+    )
+
+
 MOVED = (
     # verl
+    *_of_trained_role("actor"),
+    *_of_trained_role("critic"),
     Moved("algorithm.gamma", _ADV + "gamma"),
     Moved("algorithm.lam", _ADV + "lam"),
     Moved("algorithm.norm_adv_by_std_in_grpo", _ADV + "norm_adv_by_std_in_grpo"),
@@ -49,25 +66,11 @@ MOVED = (
     Moved("actor.clip_ratio_low", _CLIP + "_low"),
     Moved("actor.clip_ratio_high", _CLIP + "_high"),
     Moved("actor.clip_ratio_c", _CLIP + "_c"),
-    Moved("actor.grad_clip", "actor.optim.clip_grad"),
     Moved("actor.loss_mode", "actor.policy_loss.loss_mode"),
-    Moved("actor.optim.weight_decay_*", "actor.optim.weight_decay"),
-    Moved("actor.optim.lr_warmup_steps_ratio", "actor.optim.lr_warmup_steps", "a number of optimizer steps"),
-    Moved("actor.optim.total_training_steps", "actor.optim.lr_decay_steps"),
-    Moved("actor.optim.warmup_style", "actor.optim.lr_decay_style"),
-    Moved("actor.ppo_micro_batch_size", "actor.ppo_micro_batch_size_per_gpu"),
     Moved("actor.*fsdp_config*", "parallel", "models are cut by Megatron-core"),
-    Moved("actor.strategy", "parallel", "models are cut by Megatron-core"),
-    Moved("critic.grad_clip", "critic.optim.clip_grad"),
-    Moved("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu"),
     Moved("critic.forward_micro_batch_size_per_gpu", "critic.ppo_infer_micro_batch_size_per_gpu"),
     Moved("critic.forward_max_token_len_per_gpu", "critic.ppo_infer_max_token_len_per_gpu"),
-    Moved("critic.optim.weight_decay_*", "critic.optim.weight_decay"),
-    Moved("critic.optim.lr_warmup_steps_ratio", "critic.optim.lr_warmup_steps", "a number of optimizer steps"),
-    Moved("critic.optim.total_training_steps", "critic.optim.lr_decay_steps"),
-    Moved("critic.optim.warmup_style", "critic.optim.lr_decay_style"),
     Moved("critic.*fsdp_config*", "critic.parallel", "models are cut by Megatron-core"),
-    Moved("critic.strategy", "parallel", "models are cut by Megatron-core"),
     Moved("ref.log_prob_micro_batch_size_per_gpu", "actor.log_prob_micro_batch_size_per_gpu"),
     Moved("ref.log_prob_max_token_len_per_gpu", "actor.log_prob_max_token_len_per_gpu"),
     Moved("ref.fsdp_config*", "ref.placement"),

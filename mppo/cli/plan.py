@@ -86,7 +86,8 @@ def _of_model(options: argparse.Namespace, spec: RunSpec) -> OfModel:
     if options.control_plane:
         lengths = mix.step(spec.trajectories)
         simulated = [simulate(spec, model, lengths, ranks) for ranks in _ranks(options.control_plane)]
-    return OfModel(estimate_actor(spec, model, mix), on_device(spec, model, critic, mix), data, simulated)
+    actor = estimate_actor(spec, model, mix)
+    return OfModel(actor, on_device(spec, model, critic, actor, mix), data, simulated)
 
 
 def _refuse_without_model(options: argparse.Namespace) -> None:

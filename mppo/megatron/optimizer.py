@@ -12,7 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mppo.config import OptimConfig
-from mppo.errors import TrainingError
+from mppo.errors import TrainingError, alike_on_every_rank
 from mppo.megatron.master_weights import optimizers_of, set_count
 
 PATIENCE_S = 30.0
@@ -75,9 +75,8 @@ class Optimizer:
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(grad_norm):
-            error = TrainingError(f"the gradient norm is {grad_norm}; no step was made")
-            error.on_every_rank = True
-            raise error
+            with alike_on_every_rank():
+                raise TrainingError(f"the gradient norm is {grad_norm}; no step was made")
         with self._updating:
             self.scheduler.step(1)
             self._clip(grad_norm)

@@ -92,11 +92,6 @@ class Rewards:
     def of(self, source: str | None) -> RewardFunction:
         return self.by_source[source]
 
-    @property
-    def sources(self) -> list[str]:
-        """Data sources that have a reward of their own."""
-        return [source for source in self.by_source if source is not None]
-
 
 @dataclass
 class SourceReward:

@@ -77,5 +77,5 @@ class Alarm:
 
 def _told(error: BaseException) -> str:
     if isinstance(error, MppoError):
-        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        return error.told()
     return "\n" + "".join(traceback.format_exception(error))

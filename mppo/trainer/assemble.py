@@ -187,11 +187,12 @@ def records(config: Config, models: Mapping[str, PretrainedModel | None], topolo
     Raises ConfigError, on every rank, when another run has the folder.
     """
     out_dir, steps = config.trainer.out_dir, config.trainer.total_training_steps
+    given = {role: model for role, model in models.items() if model is not None}
+    description = RunDescription.of(config, given, torch.distributed.get_world_size())
     with fail_together():
         lock = RunLock(out_dir) if topology.rank == 0 else None
         if topology.rank == 0:
-            run_folder.describe(Path(out_dir), config)
+            run_folder.describe(Path(out_dir), description.config)
     greedy = "" if config.rollout.val_kwargs.temperature else "greedy "
     reporter = Reporter(out_dir, steps, f"held-out {greedy}accuracy") if topology.rank == 0 else SilentReporter()
-    given = {role: model for role, model in models.items() if model is not None}
-    return Records(reporter, RunDescription.of(config, given, torch.distributed.get_world_size()), lock)
+    return Records(reporter, description, lock)

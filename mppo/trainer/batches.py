@@ -80,7 +80,7 @@ def tabulate(
     A pure function of what every rank knows. Raises DataError when nothing can train.
     """
     greedy = [s for s in summaries if s.purpose == Purpose.BASELINE]
-    incomparable = {s.uid.prompt for s in greedy if not _is_judged(s)}
+    incomparable = {s.uid.prompt for s in greedy if not s.is_judged}
     chosen = in_order_of_names([s for s in summaries if s.uid.prompt not in incomparable])
     lengths, actions = [s.length for s in chosen], [s.actions for s in chosen]
     workload = WorkloadModel.of(model, projected=sum(actions) / max(sum(lengths), 1))
@@ -93,14 +93,10 @@ def tabulate(
         summaries=chosen,
         rank_of=assign_ranks(mini_batches, [workload(length) for length in lengths], ranks),
         kept=actions,
-        baselines={s.uid.prompt: s.reward for s in greedy if _is_judged(s)} if greedy else None,
+        baselines={s.uid.prompt: s.reward for s in greedy if s.is_judged} if greedy else None,
         left_out=LeftOut(aborted, abstained, without_baseline),
     )
     return table, workload, mini_batches
-
-
-def _is_judged(summary: TrajectorySummary) -> bool:
-    return summary.status != Status.ABORTED and not summary.abstains
 
 
 def mini_batches_of_epoch(

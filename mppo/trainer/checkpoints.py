@@ -1,6 +1,5 @@
 """Saving and resuming a run: a folder `step_*` for each checkpoint, the last good one named in `latest`."""
 
-import io
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from mppo.errors import CheckpointError, ConfigError
 from mppo.megatron.collectives import fail_together
 from mppo.trainer.config_changes import Change, config_changes
 from mppo.trainer.manifest import MANIFEST, Manifest, RunDescription, is_complete, write_durably, written_at
-from mppo.trainer.rescue import rank_file, refuse_other_layout
+from mppo.trainer.rescue import rank_file, refuse_other_layout, write_part
 from mppo.trainer.stateful import PerRankStateful, ShardedStateful, State
 
 
@@ -141,12 +140,7 @@ class Checkpoints:
             state.save(folder)
             return
         with fail_together(), disk_errors(folder):
-            if isinstance(state, PerRankStateful):
-                payload = io.BytesIO()
-                torch.save(state.state_dict(), payload)
-                write_durably(rank_file(folder, dist.get_rank()), payload.getvalue())
-            elif dist.get_rank() == 0:
-                write_durably(folder / "state.json", json.dumps(state.state_dict(), indent=1).encode())
+            write_part(state, state.state_dict(), folder)
 
     def _load(self, state: State, folder: Path, is_rescued: bool) -> None:
         if isinstance(state, ShardedStateful) and not is_rescued:
@@ -154,7 +148,7 @@ class Checkpoints:
             return
         with fail_together(), disk_errors(folder):
             if isinstance(state, ShardedStateful):
-                state.take_up(rank_file(folder, dist.get_rank()))
+                state.take_up(rank_file(folder))
             elif isinstance(state, PerRankStateful):
                 state.load_state_dicts(SavedStates(folder))
             else:

@@ -67,7 +67,7 @@ class StepGuard:
     def _save(self, error: MppoError) -> None:
         progress = self.progress
         try:
-            self.checkpoints.save(progress.step, progress.weight_version, progress.accuracies.get(progress.step))
+            self.checkpoints.save(progress.step, progress.weight_version, progress.accuracy)
         except MppoError as second:
             error.add_note(f"and what was trained could not be saved: {second}")
 

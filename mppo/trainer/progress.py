@@ -15,6 +15,11 @@ class Progress:
     accuracies: dict[int, float] = field(default_factory=dict)
     """On held-out prompts, by the step after which they were answered."""
 
+    @property
+    def accuracy(self) -> float | None:
+        """After the last step; None where it was not validated."""
+        return self.accuracies.get(self.step)
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 

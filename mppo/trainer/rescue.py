@@ -1,5 +1,6 @@
 """A checkpoint that every rank writes its part of by itself, when they cannot save together any more."""
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from mppo.errors import CheckpointError
 from mppo.trainer.config_changes import Change
 from mppo.trainer.manifest import Manifest, RunDescription, write_durably
-from mppo.trainer.stateful import PerRankStateful, ShardedStateful, State
+from mppo.trainer.stateful import PerRankStateful, ShardedStateful, State, Stateful
 
 OF_THE_LAYOUT = ("parallel.", "critic.parallel.", "model.make_vocab_size_divisible_by")
 
@@ -55,16 +56,13 @@ class Rescue:
 
     def _write_own(self, target: Path, before: Mapping[str, dict[str, Any]]) -> dict[str, int]:
         """Returns how often each role was updated."""
-        updates, rank = {}, dist.get_rank()
+        updates = {}
         for name, state in self.states.items():
             (target / name).mkdir(parents=True, exist_ok=True)
             if isinstance(state, ShardedStateful):
-                updates[name] = state.rescue(rank_file(target / name, rank))
-            elif isinstance(state, PerRankStateful):
-                torch.save(before.get(name) or state.state_dict(), rank_file(target / name, rank))
-            elif rank == 0:
-                content = before.get(name) or state.state_dict()
-                write_durably(target / name / "state.json", json.dumps(content, indent=1).encode())
+                updates[name] = state.rescue(rank_file(target / name))
+            else:
+                write_part(state, before.get(name) or state.state_dict(), target / name)
         return updates
 
     def _complete(self, store: dist.Store, target: Path, step: int, weight_version: int) -> None:
@@ -89,6 +87,16 @@ def refuse_other_layout(changes: list[Change], source: Path) -> None:
         )
 
 
-def rank_file(folder: Path, rank: int) -> Path:
-    """Where a rank keeps a state of its own."""
-    return folder / f"rank_{rank:05d}.pt"
+def write_part(state: Stateful | PerRankStateful, content: dict[str, Any], folder: Path) -> None:
+    """What this rank writes of the content of a state: its own, or the first rank that of all."""
+    if isinstance(state, PerRankStateful):
+        payload = io.BytesIO()
+        torch.save(content, payload)
+        write_durably(rank_file(folder), payload.getvalue())
+    elif dist.get_rank() == 0:
+        write_durably(folder / "state.json", json.dumps(content, indent=1).encode())
+
+
+def rank_file(folder: Path, rank: int | None = None) -> Path:
+    """Where a rank keeps a state of its own; this rank, where none is given."""
+    return folder / f"rank_{dist.get_rank() if rank is None else rank:05d}.pt"

@@ -13,7 +13,7 @@ from torch import Tensor
 from mppo.algorithm.statistics import Statistics, add_up
 from mppo.batch.batch_plan import MicroBatchLimit
 from mppo.config import OptimConfig
-from mppo.errors import TrainingError
+from mppo.errors import TrainingError, alike_on_every_rank
 from mppo.megatron.collectives import from_last_stage, gather_from_all, join_slices, reduce_statistics
 from mppo.megatron.model import wrap_for_training
 from mppo.megatron.objectives import NON_FINITE, ForwardPass, Objective
@@ -170,9 +170,8 @@ class TrainableRole(Role):
         if tokens:
             where = sorted({i for indices in gather_from_all(objective.offenders.indices()) for i in indices})
             shown = ", ".join(map(str, where[:8])) + (", ..." if len(where) > 8 else "")
-            error = TrainingError(
-                f"{objective.name} is not finite for {tokens} tokens of the mini-batch, in trajectories {shown};"
-                " no step was made"
-            )
-            error.on_every_rank = True
-            raise error
+            with alike_on_every_rank():
+                raise TrainingError(
+                    f"{objective.name} is not finite for {tokens} tokens of the mini-batch, in trajectories {shown};"
+                    " no step was made"
+                )

@@ -3,24 +3,20 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mppo.config import Config
-
 STREAMS = ("metrics.jsonl", "train.log")
 """Files that grow with the run, line by line."""
 
 
-def describe(folder: Path, config: Config) -> None:
+def describe(folder: Path, config: dict[str, Any]) -> None:
     """Write the whole configuration, `config.yaml`, and the versions of all packages, `packages.txt`."""
     folder.mkdir(parents=True, exist_ok=True)
-    plain = json.loads(json.dumps(asdict(config)))
-    (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
     versions = sorted({f"{package.metadata['Name']}=={package.version}" for package in distributions()})
     (folder / "packages.txt").write_text("\n".join(versions) + "\n")
 

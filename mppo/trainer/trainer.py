@@ -354,7 +354,7 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of everything that has state."""
         progress = self.progress
-        self.checkpoints.save(progress.step, progress.weight_version, progress.accuracies.get(progress.step))
+        self.checkpoints.save(progress.step, progress.weight_version, progress.accuracy)
 
     @named_step
     def export(self, name: str) -> None:

@@ -6,7 +6,6 @@ from mppo.config import DataConfig
 from mppo.errors import ConfigError
 from mppo.megatron.model_config import ModelConfig
 from mppo.planning.estimate.communication import Sent, sent_by
-from mppo.planning.estimate.device_memory import actor_layout
 from mppo.planning.estimate.lengths import Length, Load, Mix, Sample, Spread, check_length, load_of
 from mppo.planning.estimate.memory import HeadTerms, Memory, held_by
 from mppo.planning.estimate.stage_layout import Layout
@@ -52,6 +51,13 @@ def estimate_actor(spec: RunSpec, model: ModelConfig, mix: Mix) -> Estimate:
     layout = actor_layout(spec)
     load = load_of(mix.step(spec.trajectories), spec.actor, model, layout.sizes, config.rollout.n)
     return estimate(model, layout, load, HeadTerms(terms.entropy_coeff != 0, terms.uses_full_kl))
+
+
+def actor_layout(spec: RunSpec) -> Layout:
+    config = spec.config
+    return Layout.of(
+        config.parallel, spec.data_parallel_size, config.model.dtype, config.actor.optim, config.model.recompute
+    )
 
 
 def mix_of(data: DataConfig, path: str | None, prompt: int | None, response: int | None, sigma: float | None) -> Mix:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from mppo.config import TrainedRoleConfig
 from mppo.megatron.model_config import ModelConfig
+from mppo.planning.estimate import Estimate, actor_layout
 from mppo.planning.estimate.lengths import Mix, load_of
 from mppo.planning.estimate.memory import HeadTerms, Memory, held_by
 from mppo.planning.estimate.stage_layout import Layout, stage_weights
@@ -26,39 +27,24 @@ class OnDevice:
     critic_update: int
     """The same of the critic; 0 where there is none."""
 
-    @property
-    def highest(self) -> int:
-        """Without the activations of forward-only passes, which are smaller than those of updates."""
-        return max(self.actor_update, self.critic_update)
 
+def on_device(
+    spec: RunSpec, model: ModelConfig, critic: ModelConfig | None, actor: Estimate, mix: Mix
+) -> list[OnDevice]:
+    """Of each pipeline stage that the estimate of the actor has.
 
-def on_device(spec: RunSpec, model: ModelConfig, critic: ModelConfig | None, mix: Mix) -> list[OnDevice]:
-    """Of each pipeline stage that differs from others by the actor's layout.
-
-    Raises DataError that names a trajectory over the token budget of a micro-batch.
+    Raises DataError that names a trajectory over the token budget of a micro-batch of the critic.
     """
-    layout = actor_layout(spec)
-    lengths, answers = mix.step(spec.trajectories), spec.config.rollout.n
-    load = load_of(lengths, spec.actor, model, layout.sizes, answers)
-    terms = HeadTerms(spec.terms.entropy_coeff != 0, spec.terms.uses_full_kl)
-    of_critic = None
+    layout, of_critic = actor_layout(spec), None
     if critic is not None and spec.critic is not None:
-        critics = _critic_layout(spec)
-        of_critic = critic, critics, load_of(lengths, spec.critic, critic, critics.sizes, answers)
+        critics, lengths = _critic_layout(spec), mix.step(spec.trajectories)
+        of_critic = critic, critics, load_of(lengths, spec.critic, critic, critics.sizes, spec.config.rollout.n)
     found = []
-    for stage in layout.stages(model):
-        actor = held_by(model, layout, load, stage, terms)
-        own = None if of_critic is None else held_by(*of_critic, stage, HeadTerms())
-        reference = stage_weights(model, layout, stage).total * layout.bytes_per_weight
-        found.append(_together(spec, stage, actor, own, reference * spec.config.need_reference))
+    for stage in actor.stages:
+        own = None if of_critic is None else held_by(*of_critic, stage.stage, HeadTerms())
+        reference = stage_weights(model, layout, stage.stage).total * layout.bytes_per_weight
+        found.append(_together(spec, stage.stage, stage.held, own, reference * spec.config.need_reference))
     return found
-
-
-def actor_layout(spec: RunSpec) -> Layout:
-    config = spec.config
-    return Layout.of(
-        config.parallel, spec.data_parallel_size, config.model.dtype, config.actor.optim, config.model.recompute
-    )
 
 
 def _critic_layout(spec: RunSpec) -> Layout:

@@ -11,10 +11,8 @@ from mppo.planning.estimate.lengths import Load
 def print_estimate(found: Estimate, console: Console) -> None:
     """The mix of lengths, then memory and communication, a column for each stage that differs."""
     console.print(_mix(found.load))
-    table = Table(title="the actor on the worst rank of a pipeline stage, on paper (GiB)")
-    table.add_column("")
-    for stage in found.stages:
-        table.add_column("every stage" if len(found.stages) == 1 else f"stage {stage.stage}", justify="right")
+    stages = [stage.stage for stage in found.stages]
+    table = _of_stages("the actor on the worst rank of a pipeline stage, on paper (GiB)", stages)
     table.add_row("layers", *(str(stage.layers) for stage in found.stages), end_section=True)
     for title, parts in (
         ("holds", [stage.held for stage in found.stages]),
@@ -28,10 +26,7 @@ def print_estimate(found: Estimate, console: Console) -> None:
 
 def print_roles(found: list[OnDevice], console: Console) -> None:
     """What is on the device of each stage that differs."""
-    table = Table(title="actor, critic and reference on one device, on paper (GiB)")
-    table.add_column("")
-    for stage in found:
-        table.add_column("every stage" if len(found) == 1 else f"stage {stage.stage}", justify="right")
+    table = _of_stages("actor, critic and reference on one device, on paper (GiB)", [s.stage for s in found])
     table.add_row("the actor, while it is updated", *(_gib(s.actor.total) for s in found))
     if any(s.critic for s in found):
         table.add_row("the critic, while it is updated", *(_gib(s.critic.total) if s.critic else "" for s in found))
@@ -42,6 +37,15 @@ def print_roles(found: list[OnDevice], console: Console) -> None:
     if any(s.critic for s in found):
         table.add_row("all roles, while the critic is updated", *(_gib(s.critic_update) for s in found))
     console.print(table)
+
+
+def _of_stages(title: str, stages: list[int]) -> Table:
+    """With a column for what a row is of, and one for each stage."""
+    table = Table(title=title)
+    table.add_column("")
+    for stage in stages:
+        table.add_column("every stage" if len(stages) == 1 else f"stage {stage}", justify="right")
+    return table
 
 
 def _mix(load: Load) -> Table:
