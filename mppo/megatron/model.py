@@ -21,6 +21,7 @@ from mppo.megatron.layers import decoder_spec, groups_experts, uses_transformer_
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.output_layer import ValueHead, install_head
 from mppo.megatron.profiling import RangeTimers
+from mppo.megatron.rotary import install_rotary
 from mppo.megatron.stage_layers import megatron_layout
 from mppo.megatron.topology import virtual_pipeline
 
@@ -156,6 +157,7 @@ def _build_chunk(model: ModelConfig, config: TransformerConfig, vp_stage: int | 
         chunk.output_layer = ValueHead(config)
     chunk = chunk.to(platform.device())
     install_head(chunk)
+    install_rotary(chunk)
     return chunk
 
 

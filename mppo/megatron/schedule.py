@@ -23,9 +23,10 @@ from torch import Tensor
 
 from mppo.batch.packed import PackedBatch, to_device
 from mppo.megatron import platform
+from mppo.megatron.attention import packed_seq_params
 from mppo.megatron.head import LastHidden
-from mppo.megatron.layers import packed_seq_params
 from mppo.megatron.output_layer import head_of, output_weight
+from mppo.megatron.rotary import rotary_of
 from mppo.megatron.topology import virtual_pipeline
 
 
@@ -69,17 +70,22 @@ class ForwardStep:
         output = output.squeeze(0)
         if not self.closure.wants_hidden:
             return self.closure(output, actions)
-        weight = output_weight(model)
-        return self.closure(LastHidden(output.to(weight.dtype), weight), actions)
+        return self.closure(LastHidden(output, output_weight(model)), actions)
 
 
 def _run(model: torch.nn.Module, batch: PackedBatch) -> Tensor:
+    config, positions = get_model_config(model), to_device(batch.positions, platform.device())
+    rotary = rotary_of(unwrap_model(model))
+    if rotary is not None:
+        rotary.place(positions)
+    qkv_format = "thd" if rotary is None else "sbhd"
     return model(
         input_ids=to_device(batch.token_ids[None], platform.device()),
-        position_ids=to_device(batch.positions[None], platform.device()),
+        position_ids=positions[None],
         attention_mask=None,
         padding_mask=_padding_mask(batch, model),
-        packed_seq_params=packed_seq_params(batch.cu_seqlens, get_model_config(model).context_parallel_size),
+        packed_seq_params=packed_seq_params(batch.cu_seqlens, config.context_parallel_size, qkv_format),
+        **({"fp32_output": False} if config.bf16 else {}),  # of Float16Module: the closure takes them as they are
     )
 
 

@@ -29,8 +29,8 @@ from mppo.batch.packed import PackedBatch, pack
 from mppo.batch.trajectory import Trajectory, TrajectoryId
 from mppo.config import OptimConfig
 from mppo.megatron import platform, topology
+from mppo.megatron.attention import packed_seq_params
 from mppo.megatron.head import PolicyHead
-from mppo.megatron.layers import packed_seq_params
 from mppo.megatron.model import build_chunks
 from mppo.megatron.objectives import PolicyObjective
 from mppo.trainer.batches import StepBatch, cut_mini_batch

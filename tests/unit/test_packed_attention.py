@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mppo.megatron.layers import PackedAttention, TransformerConfig, packed_seq_params
+from mppo.megatron.attention import PackedAttention, packed_seq_params
 
 pytestmark = pytest.mark.unit
 
