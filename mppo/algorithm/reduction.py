@@ -10,14 +10,18 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
+def _alone(x: Tensor) -> Tensor:
+    return x[None]
+
+
 @dataclass(frozen=True)
 class Reduction:
     """Over what data-parallel ranks hold of the global batch. Every rank calls alike, whatever it holds."""
 
     sum: Callable[[Tensor], Tensor] = _as_it_is
     """Elementwise, over tensors of one shape."""
-    max: Callable[[Tensor], Tensor] = _as_it_is
-    """Elementwise, over tensors of one shape."""
+    stack: Callable[[Tensor], Tensor] = _alone
+    """`x` of each rank, all of one shape, `[ranks, *shape]` in rank order."""
     gather: Callable[[Tensor], Tensor] = _as_it_is
     """`[n_r]` of each rank -> `[sum of n_r]`, in rank order."""
 

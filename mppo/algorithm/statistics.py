@@ -7,11 +7,14 @@ data-parallel ranks, and at the end `value` is the number. Everything is float64
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mppo.algorithm.reduction import Reduction
+
+MOMENTS = ("count", "total", "squares", "largest")
 
 
 @dataclass(frozen=True)
@@ -132,23 +135,21 @@ def add_up(pieces: Iterable[Statistics]) -> Statistics:
 def reduced(statistics: Statistics, reduction: Reduction) -> Statistics:
     """Over what all ranks hold of the batch, on the host. Every rank brings the same names.
 
-    Costs one sum over the ranks, another one where there are deviations, and a maximum where there are extremes.
+    Costs one wait for the device and one collective on the host, in which every rank learns the moments of all; they
+    are put together in rank order, so that all ranks have the same numbers to the bit.
     """
     if not statistics:
         return {}
     names = sorted(statistics)
-    sums = reduction.sum(torch.stack([torch.stack([statistics[n].count, statistics[n].total]) for n in names]))
-    means = dict(zip(names, sums[:, 1] / sums[:, 0].clamp(min=1), strict=True))
-    whole = {n: replace(statistics[n], count=c, total=t) for n, (c, t) in zip(names, sums.cpu(), strict=True)}
-    deviating = [n for n in names if statistics[n].squares is not None]
-    if deviating:
-        squares = reduction.sum(torch.stack([statistics[n].squares_about(means[n]) for n in deviating])).cpu()
-        whole |= {n: replace(whole[n], squares=s) for n, s in zip(deviating, squares, strict=True)}
-    extreme = [n for n in names if statistics[n].largest is not None]
-    if extreme:
-        found = reduction.max(torch.stack([_given(statistics[n].largest) for n in extreme])).cpu()
-        whole |= {n: replace(whole[n], largest=x) for n, x in zip(extreme, found, strict=True)}
-    return whole
+    held = [(name, moment) for name in names for moment in MOMENTS if getattr(statistics[name], moment) is not None]
+    mine = torch.stack([getattr(statistics[name], moment) for name, moment in held]).cpu()
+    of_ranks: list[Statistics] = []
+    for row in reduction.stack(mine).unbind():
+        moments: dict[str, dict[str, Any]] = {name: {} for name in names}
+        for (name, moment), number in zip(held, row.unbind(), strict=True):
+            moments[name][moment] = number
+        of_ranks.append({name: replace(statistics[name], **moments[name]) for name in names})
+    return add_up(of_ranks)
 
 
 def numbers(statistics: Statistics) -> dict[str, float]:

@@ -31,8 +31,8 @@ class _Exchange:
     def sum(self, x: Tensor) -> Tensor:
         return torch.stack(self._all(x)).sum(0)
 
-    def max(self, x: Tensor) -> Tensor:
-        return torch.stack(self._all(x)).amax(0)
+    def stack(self, x: Tensor) -> Tensor:
+        return torch.stack(self._all(x))
 
     def gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._all(x))
@@ -49,7 +49,7 @@ def on_simulated_ranks(held: Sequence[Held], fn: Callable[[Held, Reduction], Any
     def run(rank: int) -> Any:
         try:
             others = _Exchange(rank, slots, barrier)
-            return fn(held[rank], Reduction(others.sum, others.max, others.gather))
+            return fn(held[rank], Reduction(others.sum, others.stack, others.gather))
         except BaseException:
             barrier.abort()
             raise

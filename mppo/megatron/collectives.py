@@ -24,11 +24,18 @@ WIDTH = 256
 """Columns of a field of vectors that are exchanged at a time."""
 
 
-def _reduced(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """All-reduce a copy of `x`, on the device where it is: numbers of the control plane are on the host."""
+def _reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of copies of `x`, on the device where it is: numbers of the control plane are on the host."""
     result = x.clone()
-    dist.all_reduce(result, op, group)
+    dist.all_reduce(result, group=group)
     return result
+
+
+def _stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[ranks, *shape]`, on the device where `x` is."""
+    pieces = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(pieces, x, group)
+    return torch.stack(pieces)
 
 
 def data_parallel_reduction(topology: Topology) -> Reduction:
@@ -39,7 +46,7 @@ def data_parallel_reduction(topology: Topology) -> Reduction:
 def _reduction(group: dist.ProcessGroup) -> Reduction:
     return Reduction(
         sum=lambda x: _reduced(x, group),
-        max=lambda x: _reduced(x, group, dist.ReduceOp.MAX),
+        stack=lambda x: _stacked(x, group),
         gather=lambda x: _gathered(x, group),
     )
 

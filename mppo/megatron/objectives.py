@@ -13,13 +13,10 @@ from torch import Tensor
 from mppo.algorithm.actor_loss import ActorTerms, actor_loss
 from mppo.algorithm.policy_losses import PolicyInputs
 from mppo.algorithm.rollout_correction import PREFIX, mismatch
-from mppo.algorithm.statistics import Statistic, mean, prefixed, total
+from mppo.algorithm.statistics import mean, prefixed, total
 from mppo.algorithm.value_loss import clipped_value_loss
 from mppo.batch.packed import PackedBatch
 from mppo.megatron.head import HeadOutput, LastHidden, PolicyHead
-
-NON_FINITE = "tokens_non_finite"
-"""The metric that counts tokens whose loss is not finite; a step with any is refused."""
 
 
 def weighted_sum(token_loss: Tensor, batch: PackedBatch, total_tokens: int) -> tuple[Tensor, Tensor]:
@@ -32,25 +29,28 @@ def weighted_sum(token_loss: Tensor, batch: PackedBatch, total_tokens: int) -> t
     """
     kept = torch.where(batch.loss_mask, token_loss, torch.zeros_like(token_loss)).double()
     loss = (kept * (batch["token_weights"] * total_tokens)).sum()
+    # A token loss that is not finite may have a finite gradient. Made NaN, its gradient is seen where all ranks look at
+    # the norm before they step, and nobody has to wait for the loss.
+    loss = loss * torch.where(torch.isfinite(kept).all(), 1.0, torch.nan)
     count = torch.full((), batch.real_tokens, dtype=torch.int, device=loss.device)
     return loss.to(token_loss.dtype), count
 
 
 class Offenders:
-    """Which trajectories brought losses that are not finite; kept on the device until somebody asks."""
+    """How many losses that are not finite trajectories brought; kept on the device until somebody asks."""
 
     def __init__(self):
-        self._flags: list[tuple[Tensor, Tensor]] = []
+        self._counts: list[tuple[Tensor, Tensor]] = []
 
-    def look(self, token_loss: Tensor, batch: PackedBatch) -> Statistic:
-        """Remember the trajectories concerned; returns how many tokens they are."""
+    def look(self, token_loss: Tensor, batch: PackedBatch) -> None:
+        """Remember what there is of a micro-batch."""
         non_finite = batch.loss_mask & ~torch.isfinite(token_loss.detach())
-        self._flags.append((batch.indices, batch.segments.lengths(non_finite) > 0))
-        return total(non_finite)
+        self._counts.append((batch.indices, batch.segments.lengths(non_finite)))
 
-    def indices(self) -> list[int]:
-        """Of those trajectories, in the batch of the step."""
-        return sorted(int(i) for indices, flags in self._flags for i in indices[flags].tolist())
+    def tokens(self) -> dict[int, int]:
+        """Those of each trajectory concerned, by its index in the batch of the step. Waits for the device."""
+        pairs = [pair for x in self._counts for pair in zip(*(part.tolist() for part in x), strict=True)]
+        return {index: count for index, count in pairs if count}
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class PolicyObjective:
             None if head.entropy is None else torch.where(mask, self._trained(head.entropy), 0.0),
             None if head.full_kl is None else torch.where(mask, head.full_kl, 0.0),
         )
-        reported[NON_FINITE] = self.offenders.look(loss, batch)
+        self.offenders.look(loss, batch)
         statistics = prefixed(self.prefix, reported)
         if batch.get("old_log_probs") is None:  # no pass of its own has told how far it is from the rollout's policy
             log_ratio = old_log_probs.double() - batch["rollout_log_probs"].double()
@@ -143,7 +143,7 @@ class ValueObjective:
         loss, reported = clipped_value_loss(values.squeeze(-1), batch["values"], batch["returns"], self.cliprange)
         statistics = {name: s.reduce(batch.loss_mask) for name, s in reported.items()}
         statistics["vf_loss"] = total(torch.where(batch.loss_mask, loss.detach(), 0.0) * batch["token_weights"])
-        statistics[NON_FINITE] = self.offenders.look(loss, batch)
+        self.offenders.look(loss, batch)
         return *weighted_sum(loss, batch, self.total_tokens), prefixed(self.prefix, statistics)
 
 
@@ -167,8 +167,8 @@ class SupervisedObjective:
         statistics = {
             "loss": total(loss * batch["token_weights"]),
             "token_loss": mean(loss, mask),
-            NON_FINITE: self.offenders.look(loss, batch),
         }
+        self.offenders.look(loss, batch)
         return *weighted_sum(loss, batch, self.total_tokens), prefixed(self.prefix, statistics)
 
 

@@ -47,16 +47,15 @@ class Router(TopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, loss)
 
 
-def take_balance_loss(chunks: list[torch.nn.Module], tokens: int) -> float:
-    """The load-balancing loss, coefficient included, of a mini-batch of `tokens` that went through the schedule: the
-    mean over its micro-batches, weighted by their tokens, summed over layers.
+def take_balance_loss(chunks: list[torch.nn.Module]) -> Tensor:
+    """The load-balancing loss, coefficient included, of this rank's layers and tokens since it was last asked; 0-dim.
 
-    Every rank adds its layers' and tokens' part. Collective over the world; starts from 0 again.
+    Summed over the world and divided by the tokens of the mini-batch that went through the schedule, it is the mean
+    over its micro-batches, weighted by their tokens, summed over layers.
     """
     routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
     total = torch.zeros((), dtype=torch.double, device=platform.device())
     for router in routers:
         total += router.balance_loss
         router.balance_loss = 0.0
-    dist.all_reduce(total)
-    return total.item() / tokens
+    return total

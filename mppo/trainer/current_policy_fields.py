@@ -38,13 +38,18 @@ class CurrentPolicyFields:
         correction = self.spec.correction
         return correction.bypass_mode and (correction.rollout_is is not None or correction.rollout_rs is not None)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether a mini-batch must be looked at under the weights that it is about to update."""
+        return self.corrects or self.spec.policy_loss.needs_mini_batch
+
     def add(self, batch: StepBatch, indices: list[int], number: int) -> tuple[StepBatch, Statistics]:
         """The batch with what the mini-batch `indices` needs, and the statistics of its correction.
 
         It is the `number`th of the training step. Costs a forward pass over it, unless nothing is needed, or the anchor
         is the current policy.
         """
-        if not self.corrects and not self.spec.policy_loss.needs_mini_batch:
+        if not self.is_needed:
             return batch, {}
         log_probs = self._current_log_probs(batch, indices, number)
         statistics: Statistics = {}

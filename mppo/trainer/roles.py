@@ -1,6 +1,7 @@
 """Actor, critic and reference: model chunks, what they compute forward, and how they are updated."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from mppo.config import OptimConfig
 from mppo.errors import TrainingError, alike_on_every_rank
 from mppo.megatron.collectives import from_last_stage, gather_from_all, join_slices, reduce_statistics
 from mppo.megatron.model import wrap_for_training
-from mppo.megatron.objectives import NON_FINITE, ForwardPass, Objective
+from mppo.megatron.objectives import ForwardPass, Objective
 from mppo.megatron.offload import OffloadedTensors, gradients_of, optimizer_state_of, weights_of
 from mppo.megatron.optimizer import Optimizer
 from mppo.megatron.output_layer import output_weight
@@ -150,28 +151,41 @@ class TrainableRole(Role):
         with self.onloaded():
             take_up_role(self.chunks, self.optimizer, file)
 
-    def update(self, mini_batch: MiniBatch, objective: Objective) -> Update:
+    def update(
+        self, mini_batch: MiniBatch, objective: Objective, meanwhile: Callable[[], None] = lambda: None
+    ) -> Update:
         """One optimizer step, inside `onloaded`: zero, forward and backward of all micro-batches, step.
 
-        Raises TrainingError, on every rank and before the step, when a token loss or the gradient is not finite.
+        `meanwhile` is called while a GPU is still at work on it: the host waits for the device once before the step,
+        for the gradient norm, and once after it, for the metrics. Raises TrainingError, on every rank and before the
+        step, when a token loss or the gradient is not finite.
         """
         self.optimizer.zero_grad()
         statistics = run_schedule(self.chunks, mini_batch.micro_batches, objective)
+        meanwhile()
+        try:
+            numbers = self.optimizer.step()
+        except TrainingError:
+            self._name_non_finite_losses(objective)
+            raise
+        finally:
+            balance_loss = take_balance_loss(self.chunks)
         metrics = reduce_statistics(add_up(statistics), self.topology)
-        numbers = {}
         if get_model_config(self.chunks[0]).moe_aux_loss_coeff:
-            numbers["balance_loss"] = take_balance_loss(self.chunks, mini_batch.total_tokens)
-        self._refuse_non_finite_losses(int(metrics.pop(objective.prefix + NON_FINITE).value), objective)
-        return Update(metrics, self.optimizer.step() | numbers)
+            numbers["balance_loss"] = sum(gather_from_all(balance_loss.item())) / mini_batch.total_tokens
+        return Update(metrics, numbers)
 
-    @staticmethod
-    def _refuse_non_finite_losses(tokens: int, objective: Objective) -> None:
-        """`tokens` are those of all ranks, so that all ranks come here or none."""
-        if tokens:
-            where = sorted({i for indices in gather_from_all(objective.offenders.indices()) for i in indices})
-            shown = ", ".join(map(str, where[:8])) + (", ..." if len(where) > 8 else "")
-            with alike_on_every_rank():
-                raise TrainingError(
-                    f"{objective.name} is not finite for {tokens} tokens of the mini-batch, in trajectories {shown};"
-                    " no step was made"
-                )
+    def _name_non_finite_losses(self, objective: Objective) -> None:
+        """Raise TrainingError, on every rank, if it was the losses. Collective."""
+        holds = self.topology.is_last_stage and self.topology.tp_rank == 0
+        found = Counter[int]()
+        for tokens in gather_from_all(objective.offenders.tokens() if holds else {}):
+            found.update(tokens)
+        if not found:
+            return
+        shown = ", ".join(map(str, sorted(found)[:8])) + (", ..." if len(found) > 8 else "")
+        with alike_on_every_rank():
+            raise TrainingError(
+                f"{objective.name} is not finite for {found.total()} tokens of the mini-batch, in trajectories {shown};"
+                " no step was made"
+            )

@@ -24,6 +24,7 @@ from mppo.trainer.assemble import build_actor, in_words, read_prompts, records
 from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
 from mppo.trainer.metrics import MeanOverUpdates
 from mppo.trainer.model_checks import check_models
+from mppo.trainer.one_ahead import OneAhead
 from mppo.trainer.redistribution import balanced_mini_batches, distribute
 from mppo.trainer.run_spec import RunSpec, make_run_spec
 from mppo.trainer.skipped_steps import SkippedSteps
@@ -103,12 +104,14 @@ class SupervisedTrainer:
         """Draw prompts, and go through their answers in epochs of mini-batches."""
         batch = self.batch(self.stream.draw(self.config.data.train_batch_size), step)
         settings, over_updates = self.spec.actor, MeanOverUpdates("sft/")
+        steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, self.topology)
+        reads = SupervisedObjective.reads
+        mini_batches = OneAhead(cut_mini_batch(b, i, settings, self.topology, reads) for b, i in steps)
         with self.actor.onloaded():
-            seed = self.config.trainer.seed
-            for piece, indices in balanced_mini_batches(batch, settings, seed, self.topology):
-                mini_batch = cut_mini_batch(piece, indices, settings, self.topology, SupervisedObjective.reads)
+            for mini_batch in mini_batches:
                 objective = SupervisedObjective(self.head, mini_batch.total_tokens)
-                over_updates.add(self.skipped.attempt(partial(self.actor.update, mini_batch, objective)))
+                update = partial(self.actor.update, mini_batch, objective, mini_batches.fetch)
+                over_updates.add(self.skipped.attempt(update))
         return over_updates.metrics()
 
     def batch(self, prompts: Mapping[int, Prompt], step: int) -> StepBatch:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from mppo.algorithm.kl import FULL, KLController
 from mppo.algorithm.reward_shaping import RunningMoments
+from mppo.algorithm.statistics import Statistics
 from mppo.batch.trajectory import Answer
 from mppo.errors import alike_on_every_rank
 from mppo.megatron import platform
@@ -24,11 +25,12 @@ from mppo.megatron.random_state import RandomState
 from mppo.rollout.buffer import Taken
 from mppo.rollout.reward_workers import check_parts
 from mppo.trainer.advantage_pipeline import AdvantagePipeline
-from mppo.trainer.batches import StepBatch, check_budgets, cut_mini_batch
+from mppo.trainer.batches import MiniBatch, StepBatch, check_budgets, cut_mini_batch
 from mppo.trainer.checkpoints import Checkpoints
 from mppo.trainer.current_policy_fields import CurrentPolicyFields
 from mppo.trainer.guard import StepGuard
 from mppo.trainer.metrics import MeanOverUpdates, throughput, trajectory_metrics
+from mppo.trainer.one_ahead import OneAhead
 from mppo.trainer.progress import Progress
 from mppo.trainer.redistribution import balanced_mini_batches, distribute
 from mppo.trainer.reporter import SampleLine
@@ -303,31 +305,40 @@ class Trainer:
         mean, cliprange = MeanOverUpdates("critic/"), self.config.critic.cliprange_value
         seed, reads = self.config.trainer.seed, ValueObjective.reads
         steps = balanced_mini_batches(batch.only(reads), settings, seed, critic.topology)
+        mini_batches = OneAhead(cut_mini_batch(b, i, settings, critic.topology, reads) for b, i in steps)
         with critic.onloaded():
-            for batch, indices in steps:
-                mini_batch = cut_mini_batch(batch, indices, settings, critic.topology, reads)
+            for mini_batch in mini_batches:
                 objective = ValueObjective(cliprange, mini_batch.total_tokens)
-                mean.add(self.skipped.attempt(partial(critic.update, mini_batch, objective)))
+                update = partial(critic.update, mini_batch, objective, mini_batches.fetch)
+                mean.add(self.skipped.attempt(update))
         self.metrics |= mean.metrics()
 
     @named_step
     def update_actor(self, batch: StepBatch) -> None:
         """Step 9: epochs of mini-batches on the actor."""
-        roles, settings, terms = self.run.roles, self.spec.actor, self.spec.terms
+        roles, terms = self.run.roles, self.spec.terms
         mean, reference_weight = MeanOverUpdates("actor/"), None
         if terms.uses_full_kl and roles.reference is not None:
             reference_weight = roles.reference.output_weight()
-        steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, self.topology)
+        mini_batches = OneAhead(self._actor_mini_batches(batch))
+        meanwhile = [] if self.current_policy.is_needed else [mini_batches.fetch]
         with roles.actor.onloaded(), self._counted(mean):
-            for number, (batch, indices) in enumerate(steps):
-                prepared, summary = self.current_policy.add(batch, indices, number)
-                mini_batch = cut_mini_batch(prepared, indices, settings, self.topology, PolicyObjective.reads(terms))
+            for mini_batch, summary in mini_batches:
                 tokens = mini_batch.total_tokens
                 objective = PolicyObjective(roles.head, terms, tokens, reference_weight, self.combine)
-                mean.add(self.skipped.attempt(partial(roles.actor.update, mini_batch, objective)), summary)
+                update = partial(roles.actor.update, mini_batch, objective, *meanwhile)
+                mean.add(self.skipped.attempt(update), summary)
         self.metrics |= mean.metrics()
         if terms.kl_loss_coef is not None:
             self.metrics["actor/kl_coef"] = terms.kl_loss_coef
+
+    def _actor_mini_batches(self, batch: StepBatch) -> Iterator[tuple[MiniBatch, Statistics]]:
+        """Each with what was known of it before its training pass."""
+        settings, reads = self.spec.actor, PolicyObjective.reads(self.spec.terms)
+        steps = balanced_mini_batches(batch, settings, self.config.trainer.seed, self.topology)
+        for number, (balanced, indices) in enumerate(steps):
+            prepared, summary = self.current_policy.add(balanced, indices, number)
+            yield cut_mini_batch(prepared, indices, settings, self.topology, reads), summary
 
     @contextmanager
     def _counted(self, over_updates: MeanOverUpdates) -> Iterator[None]:

@@ -93,6 +93,12 @@ def largest(values: Iterable[float]) -> float:
     return torch.tensor(list(values)).max().item()
 
 
+def sum_over_world(x: Tensor) -> float:
+    whole = x.clone()
+    dist.all_reduce(whole)
+    return whole.item()
+
+
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """The largest difference over the largest entry."""
     return ((found - expected).abs().max() / expected.abs().max()).item()
@@ -233,7 +239,7 @@ class Comparison:
             name: self._loss_error(metrics[f"{role}/{name}"].value, expected) for name, expected in token_losses.items()
         }
         if self.case.aux_loss_coeff:
-            balance, found = self._balance_loss().item(), take_balance_loss(chunks, batch.real_tokens)
+            balance, found = self._balance_loss().item(), sum_over_world(take_balance_loss(chunks)) / batch.real_tokens
             errors["balance_loss"] = abs(found / self.case.aux_loss_coeff - balance) / balance
         norm = Optimizer(chunks, OptimConfig(use_distributed_optimizer=False), self.model.dtype).step()["grad_norm"]
         expected = torch.cat([p.grad.flatten() for p in self.reference.parameters()]).double().norm().item()

@@ -23,7 +23,7 @@ from mppo.megatron.collectives import (
 )
 from mppo.megatron.head import PolicyHead
 from mppo.megatron.model import build_chunks
-from mppo.megatron.objectives import NON_FINITE, LogProbPass, PolicyObjective, ValueObjective, ValuePass
+from mppo.megatron.objectives import LogProbPass, PolicyObjective, ValueObjective, ValuePass
 from mppo.megatron.schedule import run_schedule
 from mppo.megatron.topology import Topology
 from mppo.trainer.batches import MiniBatch, StepBatch, cut_mini_batch
@@ -124,7 +124,7 @@ class Bench:
         self.role.optimizer.zero_grad()
         statistics = run_schedule(self.role.chunks, mini_batch.micro_batches, self._objective(loss, mini_batch))
         metrics = reduce_statistics(add_up(statistics), self.topology)
-        return {name: ratio.value for name, ratio in metrics.items() if not name.endswith(NON_FINITE)}
+        return {name: ratio.value for name, ratio in metrics.items()}
 
     @staticmethod
     def _terms(loss) -> ActorTerms:

@@ -143,20 +143,17 @@ def test_nothing_calls_for_no_reduction():
     assert reduced({}, None) == {}
 
 
-def test_a_rank_waits_for_the_others_three_times_at_most():
-    """Whatever the number of metrics: for counts and sums, for deviations, for extremes."""
+def test_a_rank_waits_for_the_others_once():
+    """Whatever the metrics: counts, sums, deviations and extremes travel together."""
     calls = []
 
     def counted(x):
         calls.append(tuple(x.shape))
-        return x
+        return torch.stack([x, x])
 
-    reduction = Reduction(sum=counted, max=counted)
-    reduced(everything(torch.ones(3), torch.ones(3)), reduction)
-    assert calls == [(6, 2), (3,), (2,)]
-    calls.clear()
-    reduced({"a": mean(torch.ones(3), torch.ones(3)), "b": total(torch.ones(3))}, reduction)
-    assert calls == [(2, 2)]
+    found = reduced(everything(torch.tensor([1.0, 3.0]), torch.ones(2)), Reduction(stack=counted))
+    assert calls == [(6 * 2 + 3 + 2,)]
+    assert numbers(found)["mean"] == 2.0 and found["mean"].count == 4
 
 
 def test_a_number_that_is_not_finite_shows():
