@@ -69,6 +69,7 @@ def transformer_config(
         # a freed output may still be on its way.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        batch_p2p_sync=False,  # it was for a defect of torch before 2.0, and stops the host at every exchange
         deallocate_pipeline_outputs=not interleaved,
         calculate_per_token_loss=True,
         masked_softmax_fusion=False,

@@ -27,6 +27,7 @@ from mppo.megatron.attention import packed_seq_params
 from mppo.megatron.head import LastHidden
 from mppo.megatron.output_layer import head_of, output_weight
 from mppo.megatron.rotary import rotary_of
+from mppo.megatron.stage_links import StageLinks, process_groups
 from mppo.megatron.topology import virtual_pipeline
 
 
@@ -120,9 +121,12 @@ def run_schedule(
     Returns, on the last pipeline stage, the statistics (or with `forward_only`, what the closure returned) of each
     micro-batch in order; elsewhere an empty list. Gradients are in the chunks' buffers, reduced and scaled.
     """
+    config, links = get_model_config(chunks[0]), {}
+    if config.pipeline_model_parallel_size > 1:
+        lengths = [len(piece) for piece in micro_batches]
+        links = {"p2p_communicator": StageLinks(config, lengths), "pg_collection": process_groups()}
     iterators = [iter(micro_batches) for _ in chunks]
-    vpp = get_model_config(chunks[0]).virtual_pipeline_model_parallel_size
-    with virtual_pipeline(vpp), torch.set_grad_enabled(not forward_only):
+    with virtual_pipeline(config.virtual_pipeline_model_parallel_size), torch.set_grad_enabled(not forward_only):
         return get_forward_backward_func()(
             forward_step_func=ForwardStep(closure),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -132,4 +136,5 @@ def run_schedule(
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
+            **links,
         )
