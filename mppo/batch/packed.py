@@ -130,7 +130,9 @@ class PackedBatch:
     def to(self, device: torch.device) -> "PackedBatch":
         """Move everything but the boundaries, which the host reads; see `to_device`."""
         moved = self._map(lambda _, x: to_device(x, device))
-        return replace(moved, indices=to_device(self.indices, device))
+        moved = replace(moved, indices=to_device(self.indices, device))
+        vars(moved)["segments"] = replace(self.segments, ids=to_device(self.segments.ids, device))
+        return moved
 
     def _map(self, of: Callable[[str, Tensor], Tensor]) -> "PackedBatch":
         """This batch with every per-token vector `x` called `name` replaced by `of(name, x)`."""

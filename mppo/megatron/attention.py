@@ -1,9 +1,9 @@
 """Causal attention within packed sequences: our own, and Transformer Engine's behind the same interface."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -29,17 +29,13 @@ class HostPackedSeqParams(PackedSeqParams):
     lengths: tuple[int, ...] = ()
 
 
-def packed_seq_params(
-    cu_seqlens: Tensor, context_parallel_size: int = 1, qkv_format: str = "thd"
-) -> HostPackedSeqParams:
-    """From the `[S+1]` boundaries on the host; under context parallelism those of this rank's slices.
+def packed_seq_params(lengths: Sequence[int], qkv_format: str = "thd") -> HostPackedSeqParams:
+    """Of whole sequences of these lengths, of which a context-parallel rank holds a part.
 
-    Megatron is told the boundaries of whole sequences, of which this rank holds one part in `context_parallel_size`.
     `sbhd`: Megatron treats the rows as one sequence, and our attention alone knows of the boundaries.
     """
-    whole = cu_seqlens * context_parallel_size
-    on_device = to_device(whole.int(), platform.device())
-    lengths = tuple(whole.diff().tolist())
+    boundaries = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+    on_device = to_device(boundaries, platform.device())
     longest = max(lengths)
     return HostPackedSeqParams(
         qkv_format=qkv_format,
@@ -47,7 +43,7 @@ def packed_seq_params(
         cu_seqlens_kv=on_device,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        lengths=lengths,
+        lengths=tuple(lengths),
     )
 
 

@@ -18,7 +18,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """The stock torch norm refuses sequence parallelism; a weight left unmarked would miss its gradient reduction."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=platform.device())
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (parameters have no such field)
         self.returns_residual = False  # asked for by megatron-core 0.19
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -162,6 +163,19 @@ def _build_chunk(model: ModelConfig, config: TransformerConfig, vp_stage: int | 
     return chunk
 
 
+def finalize_gradients(chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Megatron-core's `finalize_model_grads`, but for its last act: up to version 0.16 the host waits for the device
+    there, to see whether the mini-batch has any tokens."""
+    finalize_model_grads(chunks, None, **options)
+    if num_tokens is None:
+        return
+    last_stage = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(num_tokens, last_stage, parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    for chunk in chunks:
+        chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
+
+
 def wrap_for_training(chunks: list[MegatronModule], optim: OptimConfig) -> list[DistributedDataParallel]:
     """Give the chunks gradient buffers and the data-parallel reduction, overlapped with the backward pass by choice."""
     ddp_config = DistributedDataParallelConfig(
@@ -175,7 +189,7 @@ def wrap_for_training(chunks: list[MegatronModule], optim: OptimConfig) -> list[
         for place, chunk in enumerate(chunks)
     ]
     config = chunks[0].config
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finalize_gradients
     if optim.overlap_grad_reduce:  # or every micro-batch would start a reduction
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

@@ -42,6 +42,7 @@ class Optimizer:
                 overlap_param_gather=config.overlap_param_gather,
             ),
             chunks,
+            use_gloo_process_groups=False,
         )
         self.scheduler = OptimizerParamScheduler(
             self.megatron,

@@ -38,6 +38,12 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else CPU
 
 
+def own_gpu() -> torch.device | None:
+    """That of this process, once `bind_device` has given it one. Told of it, NCCL connects at once and not in the first
+    collective, and a barrier does not guess (unproven: never run on more than one GPU)."""
+    return device() if has_cuda() else None
+
+
 def backend() -> str:
     """Tensors on the host always travel over gloo."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"

@@ -11,13 +11,13 @@ weights, which are those of the global mini-batch, by N. What is counted are all
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
@@ -41,6 +41,34 @@ class Closure(Protocol):
     def __call__(self, output: Any, batch: PackedBatch, /) -> Any: ...
 
 
+@dataclass(frozen=True)
+class HostWork:
+    """What the host works out of a micro-batch before the device is given any of it: all that reads its content."""
+
+    whole: PackedBatch
+    lengths: tuple[int, ...]
+    """Of whole sequences, of which a context-parallel rank holds a part."""
+    padding: Tensor | None
+    """`[1, T or T/tp]` bool: see `_padding_mask`."""
+    rows: Tensor | None = None
+    """`[A]`: what the last chunk projects."""
+    actions: PackedBatch | None = None
+    """Those rows as a batch."""
+
+    @classmethod
+    def of(cls, whole: PackedBatch, model: torch.nn.Module, wants_hidden: bool) -> "HostWork":
+        config = get_model_config(model)
+        lengths = tuple(length * config.context_parallel_size for length in whole.lengths)
+        work = cls(whole, lengths, _padding_mask(whole, model))
+        if not unwrap_model(model).post_process:
+            return work
+        rows, actions = whole.actions()
+        if not wants_hidden:  # where hidden states are handed on, context-parallel ranks must agree on S
+            actions = actions.pad_to_multiple(config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        actions.segments  # noqa: B018  (worked out once, here)
+        return replace(work, rows=torch.cat([rows, rows.new_zeros(len(actions) - len(rows))]), actions=actions)
+
+
 class ForwardStep:
     """Megatron's `forward_step_func`: runs the model on the next micro-batch and supplies the closure.
 
@@ -53,19 +81,11 @@ class ForwardStep:
         self.closure = closure
 
     def __call__(self, data_iterator, model) -> tuple[Tensor, Callable]:
-        whole = next(data_iterator)
-        if not unwrap_model(model).post_process:
-            return _run(model, whole), _no_closure
-        rows, actions = self._actions(whole, get_model_config(model))
-        head_of(model).select(to_device(rows, platform.device()), projects=not self.closure.wants_hidden)
-        return _run(model, whole), partial(self._close, actions.to(platform.device()), model)
-
-    def _actions(self, whole: PackedBatch, config: TransformerConfig) -> tuple[Tensor, PackedBatch]:
-        """The rows that are projected, and their batch."""
-        rows, actions = whole.actions()
-        if not self.closure.wants_hidden:  # where hidden states are handed on, context-parallel ranks must agree on S
-            actions = actions.pad_to_multiple(config.tensor_model_parallel_size if config.sequence_parallel else 1)
-        return torch.cat([rows, rows.new_zeros(len(actions) - len(rows))]), actions
+        work, device = HostWork.of(next(data_iterator), model, self.closure.wants_hidden), platform.device()
+        if work.rows is None or work.actions is None:
+            return _run(model, work), _no_closure
+        head_of(model).select(to_device(work.rows, device), projects=not self.closure.wants_hidden)
+        return _run(model, work), partial(self._close, work.actions.to(device), model)
 
     def _close(self, actions: PackedBatch, model, output: Tensor, non_loss_data: bool = False) -> Any:
         output = output.squeeze(0)
@@ -74,19 +94,19 @@ class ForwardStep:
         return self.closure(LastHidden(output, output_weight(model)), actions)
 
 
-def _run(model: torch.nn.Module, batch: PackedBatch) -> Tensor:
-    config, positions = get_model_config(model), to_device(batch.positions, platform.device())
-    rotary = rotary_of(unwrap_model(model))
+def _run(model: torch.nn.Module, work: HostWork) -> Tensor:
+    batch, device, rotary = work.whole, platform.device(), rotary_of(unwrap_model(model))
+    positions = to_device(batch.positions, device)
     if rotary is not None:
         rotary.place(positions)
-    qkv_format = "thd" if rotary is None else "sbhd"
     return model(
-        input_ids=to_device(batch.token_ids[None], platform.device()),
+        input_ids=to_device(batch.token_ids, device)[None],
         position_ids=positions[None],
         attention_mask=None,
-        padding_mask=_padding_mask(batch, model),
-        packed_seq_params=packed_seq_params(batch.cu_seqlens, config.context_parallel_size, qkv_format),
-        **({"fp32_output": False} if config.bf16 else {}),  # of Float16Module: the closure takes them as they are
+        padding_mask=None if work.padding is None else to_device(work.padding, device),
+        packed_seq_params=packed_seq_params(work.lengths, "thd" if rotary is None else "sbhd"),
+        # of Float16Module: the closure takes hidden states as they are
+        **({"fp32_output": False} if get_model_config(model).bf16 else {}),
     )
 
 
@@ -103,7 +123,7 @@ def _padding_mask(batch: PackedBatch, model: torch.nn.Module) -> Tensor | None:
     config = get_model_config(model)
     if config.num_moe_experts is None:
         return None
-    padding = to_device(~batch.real[None], platform.device())
+    padding = ~batch.real[None]
     if config.sequence_parallel and not unwrap_model(model).pre_process:
         padding = padding.chunk(config.tensor_model_parallel_size, dim=1)[get_tensor_model_parallel_rank()]
     return padding

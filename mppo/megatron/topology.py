@@ -239,7 +239,8 @@ def initialize(parallel: ParallelConfig, seed: int) -> Topology:
         if "RANK" not in os.environ:
             raise ConfigError("training runs under torchrun: torchrun --nproc-per-node N -m mppo train ...")
         platform.bind_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(platform.backend(), timeout=timedelta(minutes=parallel.timeout_minutes))
+        timeout = timedelta(minutes=parallel.timeout_minutes)
+        dist.init_process_group(platform.backend(), timeout=timeout, device_id=platform.own_gpu())
     data_parallel_size(parallel, dist.get_world_size())
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -250,6 +251,9 @@ def initialize(parallel: ParallelConfig, seed: int) -> Topology:
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
             distributed_timeout_minutes=parallel.timeout_minutes,
+            # Every group has gloo for the host's tensors already. Groups of gloo alone would hang beside a `device_id`:
+            # NCCL splits its communicator for a new group, and waits for those that make one without it.
+            create_gloo_process_groups=False,
         )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

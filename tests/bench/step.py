@@ -110,7 +110,7 @@ def language_model_step(iterator, model) -> tuple[Tensor, Callable]:
         position_ids=piece.positions[None].to(device),
         attention_mask=None,
         labels=piece.labels[None].to(device),
-        packed_seq_params=packed_seq_params(piece.cu_seqlens),
+        packed_seq_params=packed_seq_params(piece.lengths),
     )
     return losses, partial(cross_entropy, piece.mask.to(device))
 

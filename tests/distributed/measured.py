@@ -19,7 +19,7 @@ def size_of(tensors: Tensor | Iterable[Any]) -> int:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind the tensors, each counted once."""
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+    storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
     return sum(storages.values())
 
 
@@ -81,7 +81,7 @@ class Kept:
     """Bytes of the storages that autograd keeps for backward passes, at the highest moment; parameters left out."""
 
     def __init__(self, parameters: Iterable[Tensor]):
-        self._left_out = {p.untyped_storage().data_ptr() for p in parameters}
+        self._left_out = {p.untyped_storage()._cdata for p in parameters}
         self._holders: Counter[int] = Counter()
         self.now = self.peak = 0
 
@@ -95,7 +95,7 @@ class Kept:
 
     def add(self, x: Tensor, count: int) -> None:
         storage = x.untyped_storage()
-        place = storage.data_ptr()
+        place = storage._cdata  # fake tensors have one, too
         if place in self._left_out:
             return
         before = self._holders[place]

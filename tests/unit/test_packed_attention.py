@@ -25,7 +25,7 @@ def attention(heads: int, softmax_scale: float | None = None) -> PackedAttention
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], softmax_scale=None) -> Tensor:
-    params = packed_seq_params(torch.tensor([0, *lengths]).cumsum(0))
+    params = packed_seq_params(lengths)
     return attention(q.size(1), softmax_scale)(q, k, v, packed_seq_params=params)
 
 
