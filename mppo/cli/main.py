@@ -105,6 +105,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from mppo.cli.start_table import print_start_table
     from mppo.megatron import topology
     from mppo.planning.run_plan import make_plan, print_plan
     from mppo.trainer.alarm import Alarm
@@ -117,6 +118,7 @@ def _train(options: argparse.Namespace) -> int:
     if run.topology.rank == 0:
         console = Console()
         print_plan(make_plan(run.spec, int(os.environ["WORLD_SIZE"])), console)
+        print_start_table(run.roles.actor.chunks, run.model.dtype, console)
         console.print(run.data, highlight=False)
     trainer = Trainer(run)
     alarm = Alarm(trainer.guard.rescue)
@@ -135,11 +137,15 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _sft(options: argparse.Namespace) -> int:
+    from mppo.cli.start_table import print_start_table
     from mppo.megatron import topology
     from mppo.trainer.launcher import end_with_launcher
     from mppo.trainer.sft import SupervisedTrainer
 
     end_with_launcher()
-    SupervisedTrainer(load_config(options.config_name, options.overrides, options.config_dir)).train()
+    trainer = SupervisedTrainer(load_config(options.config_name, options.overrides, options.config_dir))
+    if trainer.topology.rank == 0:
+        print_start_table(trainer.actor.chunks, trainer.model.dtype, Console())
+    trainer.train()
     topology.shutdown()
     return 0

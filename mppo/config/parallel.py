@@ -116,6 +116,12 @@ class ModelSource:
     make_vocab_size_divisible_by: int = 128
     """The embedding is padded to a multiple of this times the tensor-parallel size."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    fp32_logits: bool = False
+    """With dtype bfloat16: make the logits as float32, instead of rounding them to bfloat16 first. Costs time in the
+    output projection, and no memory beside a tile of it."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron-core's TransformerConfig, for actor, critic and reference: kernels and schedules that
+    mppo does not set itself, such as {bias_activation_fusion: false}."""
     moe_aux_loss_coeff: float = 0.0
     """Coefficient of the load-balancing loss of a mixture of experts, in the training of the actor."""
 
@@ -125,5 +131,7 @@ class ModelSource:
         if self.preset_options and self.preset is None:
             raise ConfigError("model.preset_options has no effect without model.preset")
         one_of("model.dtype", self.dtype, ("bfloat16", "float32"))
+        if self.fp32_logits and self.dtype == "float32":
+            raise ConfigError("model.fp32_logits has no effect with model.dtype=float32, whose logits are; unset it")
         positive("model", make_vocab_size_divisible_by=self.make_vocab_size_divisible_by)
         not_negative("model", moe_aux_loss_coeff=self.moe_aux_loss_coeff)

@@ -54,6 +54,8 @@ class PolicyHead:
     """Tokens of a tile."""
     block: int | None = None
     """Words of a tile; None: what suits the device."""
+    fp32_logits: bool = False
+    """Logits of 16-bit hidden states and weights are exact to float32, not rounded to 16 bits."""
 
     def __call__(
         self,
@@ -101,6 +103,8 @@ class _Shard:
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """`[c, H], [v, H] -> [c, v]` in float32 at least, over the temperature."""
+        if self.head.fp32_logits and hidden.dtype.itemsize < 4:
+            return _product_in_float32(hidden, weight.t()).div_(self.head.temperature)
         z = torch.addmm(hidden.new_zeros(()), hidden, weight.t(), beta=0, alpha=1 / self.head.temperature)
         return _in_float32(z)
 
@@ -317,6 +321,11 @@ def _gradients(
 def _in_float32(x: Tensor) -> Tensor:
     """`x` itself, or a copy if its dtype is smaller."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` of 16-bit matrices. A GPU's product adds up in float32 anyway, and is told not to round (unproven)."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

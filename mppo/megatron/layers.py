@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mppo.megatron import platform
 from mppo.megatron.attention import PackedAttention, transformer_engine_attention
+from mppo.megatron.kernels import uses_transformer_engine
 from mppo.megatron.router import Router
 
 
@@ -21,20 +22,6 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=platform.device())
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (parameters have no such field)
         self.returns_residual = False  # asked for by megatron-core 0.19
-
-
-def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Its attention takes packed sequences in half precision only; float32 goes through the local layers."""
-    return platform.has_transformer_engine() and dtype != torch.float32
-
-
-def groups_experts(dtype: torch.dtype) -> bool:
-    """Whether the local experts run as Transformer Engine's grouped products (never tried yet), or one by one."""
-    if not uses_transformer_engine(dtype):
-        return False
-    from megatron.core.extensions import transformer_engine
-
-    return getattr(transformer_engine, "TEColumnParallelGroupedLinear", None) is not None
 
 
 def decoder_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:

@@ -1,5 +1,8 @@
 """Megatron-core models from a ModelConfig: policy and value chunks, and the wrappers training needs."""
 
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -18,7 +21,8 @@ from torch import Tensor
 from mppo.config import OptimConfig, ParallelConfig, RecomputeConfig
 from mppo.errors import ConfigError
 from mppo.megatron import platform
-from mppo.megatron.layers import decoder_spec, groups_experts, uses_transformer_engine
+from mppo.megatron.kernels import Fusions, groups_experts, uses_transformer_engine
+from mppo.megatron.layers import decoder_spec
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.output_layer import ValueHead, install_head
 from mppo.megatron.profiling import RangeTimers
@@ -26,13 +30,60 @@ from mppo.megatron.rotary import install_rotary
 from mppo.megatron.stage_layers import megatron_layout
 from mppo.megatron.topology import virtual_pipeline
 
+MODEL_FIELDS = (
+    *("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function"),
+    *("moe_router_pre_softmax", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_grouped_gemm"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "fp16", "rotary_interleaved", "window_size"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+)
+"""What mppo sets of Megatron-core's configuration for some models only, or leaves as the models it knows have it."""
+
 
 def transformer_config(
-    model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, recompute: RecomputeConfig | None = None
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    recompute: RecomputeConfig | None = None,
+    passed: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Megatron-core's configuration of `model` under `parallel`, with the per-token loss that the hook relies on."""
+    """Megatron-core's configuration of a model under a layout, with the per-token loss that the hook relies on.
+
+    `passed` are further fields of it, as `model.megatron` names them. Raises ConfigError for one that Megatron-core
+    does not have, that mppo sets, or that Megatron-core refuses.
+    """
+    settings = _settings(model, parallel, dtype, recompute or RecomputeConfig())
+    _check_passed(passed or {}, settings)
+    try:
+        return TransformerConfig(**{**settings, **vars(Fusions.of(dtype)), **(passed or {})})
+    except (ValueError, AssertionError) as error:
+        if not passed:
+            raise
+        raise ConfigError(f"model.megatron={dict(passed)}: Megatron-core refuses it: {error}") from error
+
+
+def _check_passed(passed: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    known = {field.name for field in fields(TransformerConfig) if field.init}
+    own = {*settings, *MODEL_FIELDS}
+    for name in passed:
+        if name in own:
+            raise ConfigError(
+                f"model.megatron.{name}: mppo sets it, from its own fields or because its losses rely on it; leave it"
+                " out"
+            )
+        if name not in known:
+            near = get_close_matches(name, known - own, 1)
+            raise ConfigError(
+                f"model.megatron.{name}: Megatron-core's TransformerConfig has no such field"
+                + (f"; did you mean {near[0]}?" if near else "")
+            )
+
+
+def _settings(
+    model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, recompute: RecomputeConfig
+) -> dict[str, Any]:
+    """What mppo sets of Megatron-core's configuration."""
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
-    return TransformerConfig(
+    return dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -74,13 +125,10 @@ def transformer_config(
         deallocate_pipeline_outputs=not interleaved,
         calculate_per_token_loss=True,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=uses_transformer_engine(dtype),
-        gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         timers=RangeTimers(),
-        **_recompute(recompute or RecomputeConfig(), dtype),
+        **_recompute(recompute, dtype),
     )
 
 
@@ -130,9 +178,13 @@ def build_chunks(
     *,
     value_head: bool = False,
     recompute: RecomputeConfig | None = None,
+    passed: Mapping[str, Any] | None = None,
 ) -> list[MegatronModule]:
-    """This rank's model chunks (one, or one per virtual stage), uninitialised but for a zero value head."""
-    config = transformer_config(model, parallel, dtype, recompute)
+    """This rank's model chunks (one, or one per virtual stage), uninitialised but for a zero value head.
+
+    `passed`: see `transformer_config`.
+    """
+    config = transformer_config(model, parallel, dtype, recompute, passed)
     vpp = parallel.virtual_pipeline_model_parallel_size
     with virtual_pipeline(vpp):
         chunks = [_build_chunk(model, config, stage, value_head) for stage in (range(vpp) if vpp else [None])]

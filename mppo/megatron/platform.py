@@ -56,6 +56,40 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def new_stream() -> "torch.cuda.Stream | None":
+    """For copies beside the computation; None without a GPU."""
+    return torch.cuda.Stream() if has_cuda() else None
+
+
+@contextmanager
+def on_stream(stream: "torch.cuda.Stream | None"):
+    """Work inside is queued on `stream`, after all that is queued by now."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+
+
+def wait_for(stream: "torch.cuda.Stream | None") -> None:
+    """Let the device go on only after what is queued on `stream`; the host does not wait."""
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def give_up(storage: torch.UntypedStorage, stream: "torch.cuda.Stream | None") -> None:
+    """Return a storage's memory; on a GPU it is given to nobody before `stream` is done with it."""
+    if stream is not None:
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).record_stream(stream)
+    storage.resize_(0)
+
+
+def host_memory(size: int) -> torch.UntypedStorage:
+    """Of so many bytes; pinned where there is a GPU, so that copies to and from it are not waited for."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=has_cuda()).untyped_storage()
+
+
 def bind_device(local_rank: int) -> None:
     """Give this process its GPU, if there are any. Raises ConfigError when there are fewer than processes."""
     if has_cuda():

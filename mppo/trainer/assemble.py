@@ -83,7 +83,9 @@ def _roles(spec: RunSpec, model: PretrainedModel, critic: PretrainedModel | None
     critic_role = None if critic is None else _critic(spec, critic, topology)
     if config.need_reference:
         reference = ReferenceRole(_loaded_chunks(config, model, topology), topology, config.ref.placement)
-    head = PolicyHead(model.config.vocab_size, config.rollout.temperature, topology.tp_group)
+    head = PolicyHead(
+        model.config.vocab_size, config.rollout.temperature, topology.tp_group, fp32_logits=config.model.fp32_logits
+    )
     return Roles(actor, critic_role, reference, head)
 
 
@@ -95,7 +97,10 @@ def build_actor(spec: RunSpec, model: PretrainedModel, topology: Topology) -> Tr
 
 
 def _loaded_chunks(config: Config, model: PretrainedModel, topology: Topology) -> list[torch.nn.Module]:
-    chunks = build_chunks(model.config, config.parallel, model.dtype, recompute=config.model.recompute)
+    source = config.model
+    chunks = build_chunks(
+        model.config, config.parallel, model.dtype, recompute=source.recompute, passed=source.megatron
+    )
     load(chunks, model.architecture, model.config, model.source, topology)
     return chunks
 
@@ -105,7 +110,8 @@ def _critic(spec: RunSpec, model: PretrainedModel, topology: Topology) -> Traina
     config, parallel = spec.config.critic, spec.critic_parallel
     topology = topology.of_role(parallel)
     recompute = config.recompute or spec.config.model.recompute
-    chunks = build_chunks(model.config, parallel, model.dtype, value_head=True, recompute=recompute)
+    passed = spec.config.model.megatron
+    chunks = build_chunks(model.config, parallel, model.dtype, value_head=True, recompute=recompute, passed=passed)
     head = {"value_head": True, "zero_value_head": config.path is None}
     load(chunks, model.architecture, model.config, model.source, topology, **head)
     return TrainableRole(chunks, topology, config.optim, model.dtype, config.placement)

@@ -1,7 +1,10 @@
 """Whether models suit a configuration, by their numbers alone."""
 
+import torch
+
 from mppo.config import ParallelConfig, RecomputeConfig
 from mppo.errors import ConfigError
+from mppo.megatron.model import transformer_config
 from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.stage_layers import layers_of_stages
 from mppo.megatron.topology import check_layout
@@ -13,6 +16,8 @@ def check_models(spec: RunSpec, model: ModelConfig, critic: ModelConfig | None) 
     for."""
     config, recompute = spec.config, spec.config.model.recompute
     check_layout(config.parallel, model, None if critic is None else (spec.critic_parallel, critic))
+    if config.model.megatron:
+        transformer_config(model, config.parallel, getattr(torch, config.model.dtype), recompute, config.model.megatron)
     _check_recompute(recompute, "model.recompute", model, config.parallel)
     if critic is not None and spec.critic_parallel is not None:
         own = config.critic.recompute

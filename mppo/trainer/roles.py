@@ -49,8 +49,9 @@ class Role:
             self.weights.offload()
 
     def onloaded_weights(self) -> AbstractContextManager:
-        """The weights are on the device inside. An export, which reads them without a forward pass, runs inside it."""
-        return self.weights.onloaded() if self.placement == "host" else nullcontext()
+        """The weights are on the device inside, to be read. An export, which reads them without a forward pass, runs
+        inside it."""
+        return self.weights.onloaded(writes=False) if self.placement == "host" else nullcontext()
 
     def forward(
         self, batch: StepBatch, limit: MicroBatchLimit, closure: ForwardPass, indices: list[int] | None = None
@@ -121,18 +122,21 @@ class TrainableRole(Role):
             offloaded.offload()
 
     @contextmanager
-    def onloaded(self) -> Iterator[None]:
-        """Weights, gradients and optimizer state are on the device inside; afterwards all parameters are gathered."""
+    def onloaded(self, *, writes: bool = True) -> Iterator[None]:
+        """Weights, gradients and optimizer state are on the device inside; afterwards all parameters are gathered.
+
+        Without `writes` they are only read, and not copied back to the host.
+        """
         with ExitStack() as stack:
             for offloaded in self.offloaded:
-                stack.enter_context(offloaded.onloaded())
+                stack.enter_context(offloaded.onloaded(writes=writes))
             yield
             for chunk in self.gathered_late:
                 chunk.start_param_sync(force_sync=True)
 
     def save(self, folder: Path) -> None:
         """Collective: weights, optimizer and learning-rate schedule into a folder that is there and empty."""
-        with self.onloaded():
+        with self.onloaded(writes=False):
             save_role(self.chunks, self.optimizer, folder)
 
     def load(self, folder: Path) -> None:
@@ -142,7 +146,7 @@ class TrainableRole(Role):
 
     def rescue(self, file: Path) -> int:
         """What this rank holds, without asking others; returns the number of updates so far."""
-        with self.onloaded():
+        with self.onloaded(writes=False):
             rescue_role(self.chunks, self.optimizer, file)
         return self.optimizer.steps
 

@@ -56,7 +56,9 @@ class SupervisedTrainer:
         self.data = in_words(train, self.held_out)
         self.topology: Topology = topology.initialize(config.parallel, config.trainer.seed)
         self.actor = build_actor(self.spec, self.model, self.topology)
-        self.head = PolicyHead(self.model.config.vocab_size, 1.0, self.topology.tp_group)
+        self.head = PolicyHead(
+            self.model.config.vocab_size, 1.0, self.topology.tp_group, fp32_logits=config.model.fp32_logits
+        )
         self.stream = PromptStream(train, config.trainer.seed if config.data.shuffle else None)
         self.records = records(config, {"actor": self.model}, self.topology)
         self.skipped = SkippedSteps(config.trainer.on_non_finite, config.trainer.max_skipped_steps)

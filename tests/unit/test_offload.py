@@ -34,6 +34,52 @@ def test_it_may_be_entered_again_and_leaves_with_the_last():
     assert tensor.untyped_storage().nbytes() == 0
 
 
+def test_what_is_only_read_is_not_copied_back():
+    """Whoever writes has to say so: what is written by one who only reads is lost."""
+    tensor = torch.ones(3)
+    offloaded = OffloadedTensors(lambda: [tensor])
+    offloaded.offload()
+    with offloaded.onloaded(writes=False):
+        tensor += 1
+    with offloaded.onloaded(writes=False):
+        assert tensor.tolist() == [1, 1, 1]
+        with offloaded.onloaded():
+            tensor += 5
+    with offloaded.onloaded(writes=False):
+        assert tensor.tolist() == [6, 6, 6]
+
+
+def test_to_offload_what_rests_already_changes_nothing():
+    tensor = torch.ones(3)
+    offloaded = OffloadedTensors(lambda: [tensor])
+    offloaded.offload()
+    offloaded.offload()
+    with offloaded.onloaded():
+        assert tensor.tolist() == [1, 1, 1]
+
+
+def test_host_memory_is_kept():
+    """Pinning it takes longer than a copy."""
+    tensor = torch.ones(3)
+    offloaded = OffloadedTensors(lambda: [tensor])
+    offloaded.offload()
+    ((_, first),) = offloaded._host.values()
+    with offloaded.onloaded():
+        tensor += 1
+    ((_, second),) = offloaded._host.values()
+    assert second.data_ptr() == first.data_ptr()
+
+
+def test_what_takes_the_place_of_a_tensor_is_copied_even_by_who_only_reads():
+    tensors = [torch.ones(3)]
+    offloaded = OffloadedTensors(lambda: tensors)
+    offloaded.offload()
+    with offloaded.onloaded(writes=False):
+        tensors[0] = torch.full((3,), 4.0)
+    with offloaded.onloaded(writes=False):
+        assert tensors[0].tolist() == [4, 4, 4]
+
+
 def test_without_keep_only_the_room_comes_back():
     gradients = torch.ones(4)
     offloaded = OffloadedTensors(lambda: [gradients], keep=False)
