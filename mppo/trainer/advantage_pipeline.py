@@ -17,6 +17,7 @@ from mppo.algorithm.reward_shaping import (
 )
 from mppo.algorithm.rollout_correction import CorrectionInputs, correct
 from mppo.algorithm.statistics import mean, numbers, reduced
+from mppo.megatron import platform
 from mppo.megatron.collectives import fail_together
 from mppo.trainer.batches import StepBatch
 from mppo.trainer.estimator_inputs import estimator_inputs
@@ -42,17 +43,17 @@ class AdvantagePipeline:
         batch = self._correct(batch)
         batch = self._shape(batch)
         batch = self._penalise(batch)
-        inputs = estimator_inputs(batch, self.reduction)
+        inputs = estimator_inputs(batch, self.reduction, platform.device())
         result = self.spec.estimator(inputs)
         with fail_together():
             self.spec.estimator.check_finite(result, inputs)
-        batch = batch.with_fields(advantages=result.advantages, returns=result.returns)
+        batch = batch.with_fields(advantages=result.advantages.cpu(), returns=result.returns.cpu())
         self.metrics.update(numbers(reduced(batch_statistics(batch.packed), self.reduction)))
         if self.spec.estimator.traits.groups:
             self.metrics["advantage/groups_of_one"] = float(groups_of_one(inputs))
         if (values := batch.packed.get("values")) is not None:
             self.metrics["critic/explained_variance"] = explained_variance(
-                values, result.returns, batch.packed.loss_mask, self.reduction
+                values, batch.packed["returns"], batch.packed.loss_mask, self.reduction
             )
         return batch
 

@@ -34,6 +34,7 @@ class HeadCase:
     """What is asked for, and if it has a gradient, brings one."""
     idle: float = 0.0
     """Share of the tokens that bring none."""
+    fp32_logits: bool = False
 
     @property
     def name(self) -> str:
@@ -62,6 +63,7 @@ HEAD_CASES = [
     HeadCase(dtype="float32"),
     HeadCase(dtype="float32", nearness=1e-3),
     HeadCase(dtype="bfloat16"),
+    HeadCase(dtype="bfloat16", fp32_logits=True),
 ]
 SLICED_LOSSES = ("gspo", "geo_mean", "vanilla")
 
@@ -101,7 +103,7 @@ def head_errors(case: HeadCase) -> dict[str, float]:
 
     expected = dense_head(hidden, weight, ref_hidden, ref_weight, labels, case.temperature, slopes)
     own_hidden, own_weight = hidden.to(dtype).requires_grad_(), mine(weight).requires_grad_()
-    head = PolicyHead(case.vocabulary, case.temperature, dist.group.WORLD, case.chunk, case.block)
+    head = PolicyHead(case.vocabulary, case.temperature, dist.group.WORLD, case.chunk, case.block, case.fp32_logits)
     reference = LastHidden(ref_hidden.to(dtype), mine(ref_weight))
     output = vars(head(LastHidden(own_hidden, own_weight), labels, reference, case.terms))
     assert {name for name, x in output.items() if x is not None} == {"log_probs", *case.terms}

@@ -1,19 +1,11 @@
 """A rank's update step in a job of 64 GPUs: no waits inside it, nothing elsewhere than on them, memory as estimated."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 
 from mppo.config import OptimConfig, RecomputeConfig
 from mppo.planning.estimate.lengths import Load
 from mppo.planning.estimate.memory import HeadTerms, held_by
 from mppo.planning.estimate.stage_layout import Layout
-from tests.distributed.launch import REPOSITORY, environment
 from tests.fake_job.cases import CASES, LENGTHS, MICRO_BATCHES, PP, PROMPT, WORLD
 
 pytestmark = pytest.mark.distributed
@@ -28,32 +20,9 @@ ACTIVATIONS = 0.05
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, dict]:
+def found(run_on_pretended_gpu) -> dict[str, dict]:
     """Of all cases, by one process."""
-    folder = tmp_path_factory.mktemp("fake_job")
-    library = folder / "pretended_gpu.so"
-    _compile(Path(__file__).with_name("pretended_gpu.cpp"), library)
-    preloaded = os.pathsep.join([str(_torch_library("c10")), str(library)])
-    subprocess.run(
-        [sys.executable, "-m", "tests.fake_job.update_step", str(folder / "found.json"), *CASES],
-        env=environment() | {"LD_PRELOAD": preloaded, "OMP_NUM_THREADS": "1"},
-        cwd=REPOSITORY,
-        check=True,
-        timeout=300,
-    )
-    return json.loads((folder / "found.json").read_text())
-
-
-def _torch_library(name: str) -> Path:
-    return Path(torch.__path__[0]) / "lib" / f"lib{name}.so"
-
-
-def _compile(source: Path, library: Path) -> None:
-    root = Path(torch.__path__[0])
-    includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
-    links = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-    command = ["g++", "-shared", "-fPIC", "-std=c++20", *includes, str(source), "-o", str(library), *links]
-    subprocess.run(command, check=True, timeout=120)
+    return run_on_pretended_gpu("update_step", *CASES)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.unit
 EVERY_RUN = """
     strict
     model.path model.preset model.dtype model.make_vocab_size_divisible_by model.recompute.granularity
+    model.megatron
     parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size parallel.context_parallel_size
     parallel.timeout_minutes
     data.train.files data.train.generator data.val.files data.val.generator data.prompt_key data.answer_key
@@ -60,6 +61,7 @@ TP2, PP2 = "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_par
 
 REFUSED = [
     ("model.preset_options={num_hidden_layers: 3}", (), "without model.preset"),
+    ("model.fp32_logits=true", ("model.dtype=float32",), "whose logits are"),
     ("model.recompute.method=block", (), "without recompute.granularity=full"),
     ("model.recompute.num_layers=2", (), "without recompute.granularity=full"),
     ("model.recompute.modules=[mlp]", (), "without recompute.granularity=selective"),

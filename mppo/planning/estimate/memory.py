@@ -77,6 +77,8 @@ def activation_bytes(model: ModelConfig, layout: Layout, load: Load, stage: int)
     layer, layers, again = Layer(model, layout), layout.layers(model, stage), layout.recomputed_layers(model, stage)
     group = layout.recompute.num_layers if layout.recompute.method == "uniform" else 1
     kept = (layers - again) * layer.kept + -(-again // group) * layer.entry
+    if again:  # which starts from the rotary angles of the rows, one piece for each chunk of layers
+        kept += (layout.sizes.vpp or 1) * model.head_dim * FP32
     beside = load.tokens * (group * layer.kept - layer.entry if again else layer.recomputed)
     if stage == layout.sizes.pp - 1:
         head_input = load.actions * model.hidden_size * layout.bytes_per_weight
