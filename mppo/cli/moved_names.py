@@ -85,6 +85,9 @@ MOVED = (
     Moved("rollout.gpu_memory_utilization", word=_ENGINE),
     Moved("rollout.max_num_seqs", "rollout.batch_size"),
     Moved("model.enable_gradient_checkpointing", "model.recompute.granularity", "`full` or `selective`"),
+    Moved(
+        "parallel.override_transformer_config.*", "model.megatron", "fields of TransformerConfig that mppo does not set"
+    ),
     Moved("model.use_remove_padding", word="sequences are always packed, without padding"),
     Moved("data.train_files", "data.train.files"),
     Moved("data.val_files", "data.val.files"),
