@@ -82,11 +82,7 @@ def in_use(dtype: torch.dtype, config: Any) -> list[tuple[str, str, str]]:
         ("precision", precision, ""),
         ("layers", "Transformer Engine's" if fused else "Megatron's local ones", missing),
         ("attention", "Transformer Engine's, packed" if fused else "torch's, run by run of equal length", missing),
-        (
-            "optimizer",
-            adam(),
-            "a fused one" if adam().startswith("torch") else "",
-        ),
+        ("optimizer", adam(), "a fused one" if adam().startswith("torch") else ""),
         ("fusions", ", ".join(on) or "none", ", ".join(off)),
         ("process groups", backends, "" if platform.has_cuda() else "NCCL"),
     ]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
@@ -105,9 +106,13 @@ def _run(model: torch.nn.Module, work: HostWork) -> Tensor:
         attention_mask=None,
         padding_mask=None if work.padding is None else to_device(work.padding, device),
         packed_seq_params=packed_seq_params(work.lengths, "thd" if rotary is None else "sbhd"),
-        # of Float16Module: the closure takes hidden states as they are
-        **({"fp32_output": False} if get_model_config(model).bf16 else {}),
+        **({"fp32_output": False} if _casts_output(model) else {}),  # the closure takes hidden states as they are
     )
+
+
+def _casts_output(model: torch.nn.Module | None) -> bool:
+    """Whether one of the wrappers of a model chunk would copy its output to float32."""
+    return model is not None and (isinstance(model, Float16Module) or _casts_output(getattr(model, "module", None)))
 
 
 def _no_closure(*_, **__) -> None:
