@@ -107,7 +107,7 @@ def _check_tokenizer(path: str, actor: Any) -> None:
 
     Raises ModelError that names the first that has another.
     """
-    if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not any(next(Path(path).glob(names), None) for names in ("tokenizer*", "vocab.*", "spiece.model")):
         return
     ids, own = actor.get_vocab(), _tokenizer(path, "critic.path").get_vocab()
     for token, number in sorted(ids.items(), key=lambda item: item[1]):

@@ -27,6 +27,8 @@ class TensorSource(Protocol):
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""What weights may be stored as, in the words of safetensors."""
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -66,7 +68,13 @@ class SafetensorsFolder:
     def _view(self, name: str):
         if name not in self._open:
             raise ModelError(f"{self.folder}: tensor {name} is missing from the safetensors files")
-        return self._open[name].get_slice(name)
+        view = self._open[name].get_slice(name)
+        if view.get_dtype() not in FLOATS:
+            raise ModelError(
+                f"{self.folder}: {name} is stored as {view.get_dtype()}; quantized weights are not read: give the"
+                " folder that they were made of, or a copy in bfloat16"
+            )
+        return view
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -157,6 +157,14 @@ def test_weights_in_another_form(folder, name, content, said):
         opened(folder)
 
 
+@pytest.mark.parametrize(("dtype", "named"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_quantised_weights_of_which_config_json_says_nothing(folder, dtype, named):
+    name = "model.layers.0.mlp.down_proj.weight"
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(ModelError, match=f"{name} is stored as {named}; quantized weights are not read"):
+        opened(folder).source.read(name, 0, 0, 1)
+
+
 def test_quantised_weights(folder):
     change_config(folder, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ModelError, match="quantization_config"):
@@ -197,6 +205,10 @@ def test_a_critic_whose_tokenizer_is_another(folder, tmp_path):
         open_critic_of(opened(folder), path=str(path))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).unlink()
+    (path / "vocab.json").write_text("{}")
+    with pytest.raises(ModelError, match="critic.path=.*its tokenizer cannot be read"):
+        open_critic_of(opened(folder), path=str(path))
+    (path / "vocab.json").unlink()
     assert open_critic_of(opened(folder), path=str(path)).config.vocab_size == 66
 
 
