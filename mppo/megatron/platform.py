@@ -85,6 +85,12 @@ def give_up(storage: torch.UntypedStorage, stream: "torch.cuda.Stream | None") -
     storage.resize_(0)
 
 
+def return_cached_memory() -> None:
+    """Give back what torch keeps of a GPU's memory for itself, so that another process can have it (unproven)."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+
+
 def host_memory(size: int) -> torch.UntypedStorage:
     """Of so many bytes; pinned where there is a GPU, so that copies to and from it are not waited for."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=has_cuda()).untyped_storage()

@@ -350,9 +350,12 @@ class Trainer:
 
     @named_step
     def sync_weights(self) -> None:
-        """Give the engine the actor's weights."""
+        """Give the engine the actor's weights, and where roles rest on the host and it is another process, the GPU's
+        memory."""
         with self.run.roles.actor.onloaded_weights():
             self.run.rollouts.update_weights(self.progress.weight_version)
+        if self.config.rollout.engine != "local" and self.config.actor.placement == "host":
+            platform.return_cached_memory()
 
     def restore(self) -> list[str]:
         """Go on from the newest checkpoint, if there is one; returns what to say of it and of what differs."""
