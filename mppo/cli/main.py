@@ -118,7 +118,7 @@ def _train(options: argparse.Namespace) -> int:
     if run.topology.rank == 0:
         console = Console()
         print_plan(make_plan(run.spec, int(os.environ["WORLD_SIZE"])), console)
-        print_start_table(run.roles.actor.chunks, run.model.dtype, console)
+        print_start_table(run.roles.actor.chunks, console)
         console.print(run.data, highlight=False)
     trainer = Trainer(run)
     alarm = Alarm(trainer.guard.rescue)
@@ -145,7 +145,7 @@ def _sft(options: argparse.Namespace) -> int:
     end_with_launcher()
     trainer = SupervisedTrainer(load_config(options.config_name, options.overrides, options.config_dir))
     if trainer.topology.rank == 0:
-        print_start_table(trainer.actor.chunks, trainer.model.dtype, Console())
+        print_start_table(trainer.actor.chunks, Console())
     trainer.train()
     topology.shutdown()
     return 0

@@ -3,10 +3,10 @@ there."""
 
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
-from typing import Any
 
 import megatron.core
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mppo.megatron import platform
 
@@ -68,9 +68,10 @@ def adam() -> str:
     return "torch's Adam"
 
 
-def in_use(dtype: torch.dtype, config: Any) -> list[tuple[str, str, str]]:
-    """What, which, and what it stands in for ("" where it is the first choice), for a model of `dtype` with Megatron's
-    configuration `config`."""
+def in_use(config: TransformerConfig) -> list[tuple[str, str, str]]:
+    """What, which, and what it stands in for ("" where it is the first choice), for a model with this configuration of
+    Megatron's."""
+    dtype = config.params_dtype
     fused, missing = uses_transformer_engine(dtype), _missing(dtype)
     named = {field.name: field.name.removesuffix("_fusion") for field in fields(Fusions)}
     on, off = ([short for name, short in named.items() if getattr(config, name) == wanted] for wanted in (True, False))

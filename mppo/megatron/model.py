@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from mppo.megatron.profiling import RangeTimers
 from mppo.megatron.rotary import install_rotary
 from mppo.megatron.stage_layers import megatron_layout
 from mppo.megatron.topology import virtual_pipeline
+from mppo.registry import nearest
 
 MODEL_FIELDS = (
     *("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function"),
@@ -51,10 +51,10 @@ def transformer_config(
     `passed` are further fields of it, as `model.megatron` names them. Raises ConfigError for one that Megatron-core
     does not have, that mppo sets, or that Megatron-core refuses.
     """
-    settings = _settings(model, parallel, dtype, recompute or RecomputeConfig())
-    _check_passed(passed or {}, settings)
+    passed, settings = passed or {}, _settings(model, parallel, dtype, recompute or RecomputeConfig())
+    _check_passed(passed, settings)
     try:
-        return TransformerConfig(**{**settings, **vars(Fusions.of(dtype)), **(passed or {})})
+        return TransformerConfig(**{**settings, **vars(Fusions.of(dtype)), **passed})
     except (ValueError, AssertionError) as error:
         if not passed:
             raise
@@ -71,10 +71,9 @@ def _check_passed(passed: Mapping[str, Any], settings: Mapping[str, Any]) -> Non
                 " out"
             )
         if name not in known:
-            near = get_close_matches(name, known - own, 1)
             raise ConfigError(
                 f"model.megatron.{name}: Megatron-core's TransformerConfig has no such field"
-                + (f"; did you mean {near[0]}?" if near else "")
+                f"{nearest(name, known - own)}"
             )
 
 

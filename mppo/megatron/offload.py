@@ -45,10 +45,11 @@ class OffloadedTensors:
     def _on_host(self, place: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """The storage's host memory, with its content."""
         _, host = self._host.get(place, (None, None))
-        is_new = host is None or host.nbytes() != storage.nbytes()
-        host = platform.host_memory(storage.nbytes()) if is_new or host is None else host
-        if is_new or self._written:
-            host.copy_(storage, non_blocking=True)
+        if host is None or host.nbytes() != storage.nbytes():
+            host = platform.host_memory(storage.nbytes())
+        elif not self._written:
+            return host
+        host.copy_(storage, non_blocking=True)
         return host
 
     def _fetch(self) -> None:

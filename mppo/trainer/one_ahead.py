@@ -1,6 +1,7 @@
 """Work of the host that is done while the device is busy with what came before."""
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,4 +24,4 @@ class OneAhead(Generic[T]):
     def fetch(self) -> None:
         """Make the next item, if there is one and it is not made yet."""
         if not self._fetched:
-            self._fetched.extend(item for item in [next(self._items, None)] if item is not None)
+            self._fetched.extend(islice(self._items, 1))

@@ -166,14 +166,13 @@ class TrainableRole(Role):
         """
         self.optimizer.zero_grad()
         statistics = run_schedule(self.chunks, mini_batch.micro_batches, objective)
+        balance_loss = take_balance_loss(self.chunks)
         meanwhile()
         try:
             numbers = self.optimizer.step()
         except TrainingError:
             self._name_non_finite_losses(objective)
             raise
-        finally:
-            balance_loss = take_balance_loss(self.chunks)
         metrics = reduce_statistics(add_up(statistics), self.topology)
         if get_model_config(self.chunks[0]).moe_aux_loss_coeff:
             numbers["balance_loss"] = sum(gather_from_all(balance_loss.item())) / mini_batch.total_tokens
