@@ -3,13 +3,14 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 
 from mppo.cli.compose import load_config
 from mppo.cli.moved_names import moved
-from mppo.errors import MppoError
+from mppo.errors import ConfigError, MppoError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     check_loss.add_argument("knobs", nargs="*", help="knobs of the loss: clip_ratio=0.1")
     check_loss.add_argument("--out", help="where to draw loss and gradient against the ratio (default: NAME.png)")
     check_loss.set_defaults(run=_check_loss)
+    mismatch = commands.add_parser("mismatch", help="say why trainer and engine score the same tokens otherwise")
+    _add_mismatch_options(mismatch)
+    mismatch.set_defaults(run=_mismatch)
     show = commands.add_parser("config", help="every field of the configuration: type, default, documentation")
     show.add_argument("filters", nargs="*", metavar="FILTER", help="words or patterns: lr, actor.optim.*, 'clip*'")
     show.add_argument("--json", action="store_true", help="print the fields as JSON")
@@ -84,6 +88,20 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--response-sigma", type=float, help="log-normal spread of responses (default: 0, all alike)")
     plan.add_argument("--lengths", metavar="FILE", help='instead: JSON lines {"prompt": 123, "response": 456}')
     plan.add_argument("--control-plane", metavar="RANKS", help="simulate planning on so many ranks: 8,64,512,4096")
+    plan.add_argument("--nic-gbit", type=float, help="of one GPU's network card, for SGLang refits (default: 400)")
+    plan.add_argument("--nvlink-gbyte", type=float, help="GB/s of one GPU within a machine (default: 450)")
+    plan.add_argument("--gpus-per-machine", type=int, help="of trainer and servers (default: 8)")
+
+
+def _add_mismatch_options(mismatch: argparse.ArgumentParser) -> None:
+    mismatch.add_argument(
+        "target", metavar="RUN_OR_CONFIG", help="the folder of a run, or a file of the configurations"
+    )
+    mismatch.add_argument("overrides", nargs="*", help="fields to set: rollout.sglang.urls=[http://127.0.0.1:30000]")
+    mismatch.add_argument("--config-dir", help="the configuration folder (default: mppo's own configs/)")
+    mismatch.add_argument("--prompts", type=int, default=16, help="prompts that are answered (default: 16)")
+    mismatch.add_argument("--no-refit", action="store_true", help="leave the servers the weights that they hold")
+    mismatch.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
 
 
 def _check_loss(options: argparse.Namespace) -> int:
@@ -134,6 +152,29 @@ def _train(options: argparse.Namespace) -> int:
         run.rollouts.collector.close()
     topology.shutdown()
     return 0
+
+
+def _mismatch(options: argparse.Namespace) -> int:
+    from mppo.megatron import topology
+    from mppo.mismatch.mismatch_report import mismatch
+    from mppo.mismatch.opening import stand_alone
+    from mppo.trainer.launcher import end_with_launcher
+
+    end_with_launcher()
+    stand_alone()
+    folder = Path(options.target)
+    run = folder if (folder / "config.yaml").is_file() else None
+    if run is None and folder.is_dir() and os.sep in options.target:
+        error = ConfigError(f"{folder} has no config.yaml: give the folder of a run, or the name of a configuration")
+        error.on_every_rank = True
+        raise error
+    if run is None:
+        config = load_config(options.target, options.overrides, options.config_dir)
+    else:
+        config = load_config("config", options.overrides, str(folder))
+    status = mismatch(config, run, options.prompts, refit=not options.no_refit, json_file=options.json)
+    topology.shutdown()
+    return status
 
 
 def _sft(options: argparse.Namespace) -> int:

@@ -15,12 +15,16 @@ from mppo.planning.control_plane import ControlPlane, print_control_plane, simul
 from mppo.planning.estimate import Estimate, estimate_actor, mix_of
 from mppo.planning.estimate.device_memory import OnDevice, on_device
 from mppo.planning.estimate.tables import print_estimate, print_roles
+from mppo.planning.machines import Links
+from mppo.planning.refit import Refit, plan_refit
+from mppo.planning.refit_table import print_refit
 from mppo.planning.run_plan import make_plan, print_plan
 from mppo.trainer.assemble import in_words, read_prompts
 from mppo.trainer.model_checks import check_models
 from mppo.trainer.run_spec import RunSpec, make_run_spec
-from mppo.weights.pretrained import open_critic, open_model
+from mppo.weights.pretrained import PretrainedModel, open_critic, open_model
 
+LINKS = tuple(f.name for f in fields(Links))
 LENGTHS = ("lengths", "prompt_tokens", "response_tokens", "response_sigma")
 
 
@@ -35,6 +39,8 @@ class OfModel:
     data: str | None
     """What was read of prompts, in words."""
     control_plane: list[ControlPlane] | None
+    weights_to_sglang: Refit | None
+    """With rollout.engine=sglang."""
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -51,7 +57,7 @@ def plan(options: argparse.Namespace) -> int:
     if config.model.path or config.model.preset:
         of_model = _of_model(options, spec)
     else:
-        _refuse_without_model(options)
+        _refuse(options, (*LENGTHS, "control_plane", *LINKS), "without a model: give model.path or model.preset")
     if options.json:
         found = dict.fromkeys(f.name for f in fields(OfModel)) if of_model is None else asdict(of_model)
         print(json.dumps(asdict(planned) | found, indent=2))
@@ -65,6 +71,8 @@ def plan(options: argparse.Namespace) -> int:
             console.print(of_model.data, highlight=False)
         if of_model.control_plane:
             print_control_plane(of_model.control_plane, spec.trajectories, console)
+        if of_model.weights_to_sglang:
+            print_refit(of_model.weights_to_sglang, console)
     return 0
 
 
@@ -87,14 +95,22 @@ def _of_model(options: argparse.Namespace, spec: RunSpec) -> OfModel:
         lengths = mix.step(spec.trajectories)
         simulated = [simulate(spec, model, lengths, ranks) for ranks in _ranks(options.control_plane)]
     actor = estimate_actor(spec, model, mix)
-    return OfModel(actor, on_device(spec, model, critic, actor, mix), data, simulated)
+    roles = on_device(spec, model, critic, actor, mix)
+    return OfModel(actor, roles, data, simulated, _refit(options, spec, opened))
 
 
-def _refuse_without_model(options: argparse.Namespace) -> None:
-    for name in (*LENGTHS, "control_plane"):
+def _refit(options: argparse.Namespace, spec: RunSpec, opened: PretrainedModel) -> Refit | None:
+    if spec.config.rollout.engine != "sglang":
+        _refuse(options, LINKS, "but with rollout.engine=sglang")
+        return None
+    given = {name: getattr(options, name) for name in LINKS if getattr(options, name) is not None}
+    return plan_refit(spec, opened.architecture, opened.config, Links(**given))
+
+
+def _refuse(options: argparse.Namespace, names: tuple[str, ...], where: str) -> None:
+    for name in names:
         if getattr(options, name) is not None:
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} has no effect without a model: give model.path or model.preset")
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect {where}")
 
 
 def _ranks(given: str) -> list[int]:

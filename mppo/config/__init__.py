@@ -28,6 +28,7 @@ from mppo.config.data import (
 )
 from mppo.config.parallel import ModelSource, ParallelConfig, RecomputeConfig
 from mppo.config.run_facts import RunFacts, Unread, UpdateFacts, refuse_unread
+from mppo.config.sglang import DeltaConfig, SglangConfig
 from mppo.errors import ConfigError
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "CriticParallelConfig",
+    "DeltaConfig",
     "DataConfig",
     "FilterGroupsConfig",
     "KLControllerConfig",
@@ -49,6 +51,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunFacts",
+    "SglangConfig",
     "TrainedRoleConfig",
     "TrainerConfig",
     "Unread",

@@ -7,6 +7,7 @@ from typing import Any
 
 from mppo.config.checks import not_negative, one_of, positive
 from mppo.config.run_facts import RunFacts, Unread
+from mppo.config.sglang import SglangConfig
 from mppo.errors import ConfigError
 
 
@@ -113,7 +114,7 @@ class RolloutConfig:
 
     engine: str = "local"
     """A registered engine, or `package.module:function`. `local`: a copy of the model generates in each trainer
-    process, with a KV cache."""
+    process, with a KV cache. `sglang`: servers that are launched or attached to (rollout.sglang)."""
     timeout_s: float = 1800.0
     """Seconds that one call of the engine may take; an answer that is not finished by then is aborted, and does not
     train."""
@@ -135,6 +136,7 @@ class RolloutConfig:
     """dtype of the generating copy of the model; null: model.dtype."""
     batch_size: int = 256
     """Sequences that one process generates at a time."""
+    sglang: SglangConfig = field(default_factory=SglangConfig)
     val_kwargs: ValidationSamplingConfig = field(default_factory=ValidationSamplingConfig)
 
     def __post_init__(self):
@@ -151,6 +153,12 @@ class RolloutConfig:
             raise ConfigError(f"rollout.stop_token_ids is {list(self.stop_token_ids)}; token ids are not negative")
         if self.dtype is not None:
             one_of("rollout.dtype", self.dtype, ("bfloat16", "float32"))
+
+    def unread(self, run: RunFacts) -> Iterator[Unread]:
+        if self.engine != "sglang":
+            yield Unread("sglang", f"rollout.engine={self.engine} asks no server")
+        if self.engine == "sglang":
+            yield Unread("batch_size", "rollout.engine=sglang batches by itself")
 
 
 @dataclass

@@ -9,10 +9,13 @@ import functools
 import logging
 import os
 import resource
+import socket
 import warnings
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from mppo.errors import ConfigError
 
@@ -47,6 +50,35 @@ def own_gpu() -> torch.device | None:
 def backend() -> str:
     """Tensors on the host always travel over gloo."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
+def outside_group(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> dist.ProcessGroup:
+    """A process group with processes that are not the trainer's, registered nowhere; waits until all have joined.
+
+    Over NCCL on CUDA (unproven: never run on a GPU; NCCL wants one version of itself on both sides), else over gloo on
+    the interface that reaches `host`. Raises RuntimeError when the others do not come in time.
+    """
+    if has_cuda():
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._timeout = timeout
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host))]
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+def wait_for_device() -> None:
+    """Until the GPU has done what this thread has asked of it; without one nothing is left to do."""
+    if has_cuda():
+        torch.cuda.current_stream().synchronize()
+
+
+def address_towards(host: str) -> str:
+    """This machine's own address on the way to `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        return probe.getsockname()[0]
 
 
 def peak_memory() -> int:

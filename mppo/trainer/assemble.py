@@ -163,9 +163,9 @@ def _asking(spec: RunSpec) -> Asking:
     config = spec.config
     return Asking(
         samples=config.rollout.n,
-        sampling=_sampling(config, config.rollout),
-        greedy=_sampling(config, ValidationSamplingConfig()),
-        validation=_sampling(config, config.rollout.val_kwargs),
+        sampling=sampling_of(config, config.rollout),
+        greedy=sampling_of(config, ValidationSamplingConfig()),
+        validation=sampling_of(config, config.rollout.val_kwargs),
         validation_samples=config.rollout.val_kwargs.n,
         run_seed=config.trainer.seed,
         timeout_s=config.rollout.timeout_s,
@@ -174,7 +174,8 @@ def _asking(spec: RunSpec) -> Asking:
     )
 
 
-def _sampling(config: Config, drawn: RolloutConfig | ValidationSamplingConfig) -> SamplingParams:
+def sampling_of(config: Config, drawn: RolloutConfig | ValidationSamplingConfig) -> SamplingParams:
+    """How tokens are drawn, by the settings of training or of validation."""
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=config.data.max_response_length,

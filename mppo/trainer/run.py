@@ -45,10 +45,14 @@ class Rollouts:
         lost = f"{dropped} groups of answers that waited are left out: their prompts are not known any more"
         return [note for note in (self.stream.note, lost if dropped else None) if note]
 
-    def update_weights(self, version: int) -> None:
-        """Give the engine the actor's weights under this version. Collective."""
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Give the engine the actor's weights under this version; returns what to report of it. Collective."""
         collector = self.collector
-        collector.loop.run(collector.engine.update_weights(self.weights, version))
+        return collector.loop.run(collector.engine.update_weights(self.weights, version))
+
+    def sleep(self) -> None:
+        """No answer is wanted until the next update of weights. Collective."""
+        self.collector.loop.run(self.collector.engine.sleep())
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,11 @@ class Trainer:
             self.report()
             self._after_step()
         if self.metrics:
-            times = (f"{name.removeprefix('time/')} {seconds:.2f} s" for name, seconds in sorted(self.metrics.items()))
+            times = (
+                f"{name.removeprefix('time/')} {seconds:.2f} s"
+                for name, seconds in sorted(self.metrics.items())
+                if name.startswith("time/")
+            )
             reporter.note(f"after the last step: {', '.join(times)}")
         reporter.finish(self.progress.accuracies)
         return self.progress.accuracies
@@ -170,6 +174,8 @@ class Trainer:
         """One training step: nine steps, and the new weights to the engine."""
         with self.guard.refusable():
             taken = self.sample()
+            if self.sleeps:
+                self.run.rollouts.sleep()
             answers = self.reward(taken)
             batch = self.balance(answers)
             batch = self.old_log_probs(batch)
@@ -180,7 +186,14 @@ class Trainer:
             if self.progress.step >= self.config.trainer.critic_warmup:
                 self.update_actor(batch)
                 self.sync_weights()
+            elif self.sleeps:
+                self.sync_weights()
         self.progress.step += 1
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine shares the GPUs, and has lost its weights while the trainer trained."""
+        return self.config.rollout.engine == "sglang" and self.config.rollout.sglang.colocated
 
     @named_step
     def sample(self) -> Taken:
@@ -353,7 +366,7 @@ class Trainer:
         """Give the engine the actor's weights, and where roles rest on the host and it is another process, the GPU's
         memory."""
         with self.run.roles.actor.onloaded_weights():
-            self.run.rollouts.update_weights(self.progress.weight_version)
+            self.metrics |= self.run.rollouts.update_weights(self.progress.weight_version)
         if self.config.rollout.engine != "local" and self.config.actor.placement == "host":
             platform.return_cached_memory()
 

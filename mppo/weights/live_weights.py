@@ -15,7 +15,7 @@ from mppo.megatron.model_config import ModelConfig
 from mppo.megatron.topology import Topology
 from mppo.weights.architectures import OUTPUT, TIED_OUTPUT, VALUE_HEAD, Architecture, Parameter
 from mppo.weights.megatron_layout import Stages, megatron_layout
-from mppo.weights.transfer_plan import HFTensor, Layout, Plan, plan, whole_tensors
+from mppo.weights.transfer_plan import LARGEST_SEND, HFTensor, Layout, Plan, plan, whole_tensors
 
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT_NUMBER = re.compile(r"(?<=\.mlp\.experts\.)(local_experts\.|linear_fc[12]\.weight)(\d+)")
@@ -106,10 +106,10 @@ class LiveWeights:
         whole = {name: HFTensor(tuple(tensor.shape), 0, tensor.dtype) for name, tensor in tensors.items()}
         return cls(whole_tensors(whole, {0: list(whole)}), tensors)
 
-    def plan_for(self, target: Layout) -> Plan:
-        """The same on every rank, if all ask for the same target."""
+    def plan_for(self, target: Layout, largest: int = LARGEST_SEND) -> Plan:
+        """The same on every rank, if all ask for the same target. `largest` (bytes of a send) counts the first time."""
         if target not in self._plans:
-            self._plans[target] = plan(self.layout, target)
+            self._plans[target] = plan(self.layout, target, largest)
         return self._plans[target]
 
 

@@ -48,7 +48,7 @@ def char_moe(options: dict[str, Any]) -> tuple[Qwen3MoeConfig, PreTrainedTokeniz
 
 def _configured(of: type[PreTrainedConfig], fields: dict[str, Any], options: dict[str, Any]) -> Any:
     for name in options:
-        if not hasattr(of(), name):
+        if name not in fields and not hasattr(of(), name):
             what = of.__name__.removesuffix("Config")
             raise ConfigError(f"model.preset_options.{name} is not a field of a {what} configuration")
     try:

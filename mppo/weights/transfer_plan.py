@@ -188,7 +188,7 @@ def plan(source: Layout, target: Layout, largest: int = LARGEST_SEND) -> Plan:
     in sends of at most `largest` bytes: of holders of the same pieces, none sends more than that above another.
     Raises ModelError for what no holder of the source has.
     """
-    held = {name: _Replicas(pieces) for name, pieces in _by_tensor(source).items()}
+    held = {name: Replicas(pieces) for name, pieces in by_tensor(source).items()}
     sent = dict.fromkeys(source.holdings, 0)
     sends: list[Send] = []
     for holder, holding in target.holdings.items():
@@ -220,7 +220,8 @@ def plan(source: Layout, target: Layout, largest: int = LARGEST_SEND) -> Plan:
     return Plan(tuple(sends))
 
 
-def _by_tensor(layout: Layout) -> dict[str, list[tuple[Holder, Piece]]]:
+def by_tensor(layout: Layout) -> dict[str, list[tuple[Holder, Piece]]]:
+    """For each tensor its pieces and who has them, in the order of the holders."""
     found: dict[str, list[tuple[Holder, Piece]]] = {}
     for holder, holding in layout.holdings.items():
         for piece in holding.pieces:
@@ -228,7 +229,7 @@ def _by_tensor(layout: Layout) -> dict[str, list[tuple[Holder, Piece]]]:
     return found
 
 
-class _Replicas:
+class Replicas:
     """The intervals of one tensor between all places where some holder's piece begins or ends, and who has them."""
 
     def __init__(self, pieces: list[tuple[Holder, Piece]]):
@@ -243,7 +244,10 @@ class _Replicas:
         return bisect_right(self.bounds, entry) - 1
 
     def overlaps(self, region: Region) -> Iterable[tuple[int, int, dict[Holder, Piece]]]:
-        """`(start, stop, replicas)` of what the region is made of, in order."""
+        """`(start, stop, replicas)` of what the region is made of, in order.
+
+        Raises ModelError for another dimension than that of the pieces, and for an entry that nobody has.
+        """
         if region.dim != self.dim:
             raise ModelError(f"{region.name} is cut along dim {self.dim} by the source, {region.dim} by the target")
         start = region.start

@@ -1,5 +1,6 @@
 """Small Hugging Face model folders, written by transformers itself."""
 
+import copy
 from pathlib import Path
 
 import torch
@@ -65,11 +66,14 @@ REWARD_MODELS = [name for name in CONFIGS if name.startswith("reward")]
 EXPERT_MODELS = [name for name in CONFIGS if "moe" in name]
 
 
-def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write `CONFIGS[name]` with random weights, norms and biases included, and a tokenizer."""
+def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: int) -> Path:
+    """Write `CONFIGS[name]` with random weights, norms and biases included, and a tokenizer; `changes` are of its
+    configuration."""
     torch.manual_seed(len(name))
     build = AutoModelForSequenceClassification if name in REWARD_MODELS else AutoModelForCausalLM
-    model = build.from_config(CONFIGS[name])
+    config = copy.deepcopy(CONFIGS[name])
+    config.update(changes)
+    model = build.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(_spread(name, model.config.tie_word_embeddings) * torch.randn_like(parameter))

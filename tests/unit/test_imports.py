@@ -12,7 +12,19 @@ import mppo
 pytestmark = pytest.mark.unit
 
 PACKAGE = Path(mppo.__file__).parent
-ROOMS = ["cli", "planning", "trainer", "rollout", "weights", "megatron", "check_loss", "batch", "algorithm", "ground"]
+ROOMS = [
+    "cli",
+    "mismatch",
+    "planning",
+    "trainer",
+    "rollout",
+    "weights",
+    "megatron",
+    "check_loss",
+    "batch",
+    "algorithm",
+    "ground",
+]
 """From the top; `ground` is what everybody may import."""
 GROUND = {"mppo", "registry", "config", "errors"}
 FILES = sorted(PACKAGE.rglob("*.py"))

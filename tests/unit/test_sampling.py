@@ -43,10 +43,16 @@ def test_greedy_takes_the_likeliest_at_temperature_one():
     assert log_probs.item() == pytest.approx(PROBS[0].log().item(), abs=1e-6)
 
 
-def test_log_probs_ignore_top_p_and_top_k():
-    tokens, log_probs = draw(LOGITS, torch.tensor([0.2]), SamplingParams(1, temperature=0.5, top_k=1, top_p=0.3))
-    expected = (LOGITS[0] / 0.5).log_softmax(-1)[tokens.item()]
+@pytest.mark.parametrize(("knobs", "kept"), [({"top_k": 2}, 2), ({"top_p": 0.9}, 2), ({"top_k": 1, "top_p": 0.3}, 1)])
+def test_log_probs_are_those_of_the_tokens_that_are_kept(knobs, kept):
+    tokens, log_probs = draw(LOGITS, torch.tensor([0.2]), SamplingParams(1, temperature=0.5, **knobs))
+    expected = (LOGITS[0, :kept] / 0.5).log_softmax(-1)[tokens.item()]
     assert log_probs.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_without_top_p_and_top_k_log_probs_are_those_of_all_tokens():
+    tokens, log_probs = draw(LOGITS, torch.tensor([0.999]), SamplingParams(1, temperature=0.5))
+    assert log_probs.item() == (LOGITS[0] / 0.5).log_softmax(-1)[tokens.item()].item()
 
 
 def test_a_request_has_the_same_stream_in_any_batch():

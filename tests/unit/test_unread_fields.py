@@ -20,7 +20,7 @@ EVERY_RUN = """
     data.tools_key data.chat_template_kwargs
     data.train_batch_size data.max_prompt_length data.max_response_length data.overlong_prompts data.shuffle
     rollout.n rollout.temperature rollout.top_p rollout.top_k rollout.stop rollout.stop_token_ids rollout.ignore_eos
-    rollout.dtype rollout.batch_size rollout.engine rollout.timeout_s
+    rollout.dtype rollout.engine rollout.timeout_s
     reward.workers reward.timeout_s reward.on_error reward.skip_special_tokens
     algorithm.adv_estimator algorithm.kl_ctrl.type
     actor.loss_agg_mode actor.ppo_mini_batch_size actor.ppo_epochs actor.use_dynamic_bsz actor.placement
@@ -55,6 +55,9 @@ BY_TOKENS = (
     f"{TOKENS}=9",
 )
 SOURCES = "reward.sources={math: {function: exact_match}}"
+SGLANG, DELTA = "rollout.engine=sglang", "rollout.sglang.transport=delta"
+URLS = "rollout.sglang.urls=[http://127.0.0.1:1]"
+KEYED = ("rollout.sglang.urls=[http://a:1]", "rollout.sglang.api_key_variable=KEY")
 ONE_STEP = ("data.train_batch_size=8", "actor.ppo_mini_batch_size=8")
 LAST = "num_layers_in_last_pipeline_stage=2"
 TP2, PP2 = "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"
@@ -133,6 +136,23 @@ REFUSED = [
     ("rollout.val_kwargs.temperature=1", (), "data.val is not given"),
     ("rollout.val_kwargs.top_p=0.5", (), "rollout.val_kwargs.temperature=0 is greedy"),
     ("rollout.val_kwargs.top_k=5", (), "rollout.val_kwargs.temperature=0 is greedy"),
+    ("rollout.batch_size=3", (SGLANG,), "rollout.engine=sglang batches by itself"),
+    *(
+        (f"rollout.sglang.{field}", (), "rollout.engine=local asks no server")
+        for field in (
+            *("environment=x", "servers=2", "tensor_parallel_size=2", "expert_parallel_size=2", "colocated=true"),
+            *("server_options=[x]", "urls=[http://127.0.0.1:1]", "transport=disk", "buffer_mb=2"),
+            *("in_flight=retract", "checksum_every=2", "update_timeout_s=3", "health_timeout_s=3"),
+        )
+    ),
+    ("rollout.sglang.environment=x", (SGLANG, URLS), "rollout.sglang.urls names servers that run"),
+    ("rollout.sglang.servers=2", (SGLANG, URLS), "rollout.sglang.urls names servers that run"),
+    ("rollout.sglang.start_timeout_s=3", (SGLANG, URLS), "rollout.sglang.urls names servers that run"),
+    ("rollout.sglang.server_options=[x]", (SGLANG, URLS), "are of launched servers"),
+    ("rollout.sglang.api_key_variable=KEY", (SGLANG,), "has no effect without rollout.sglang.urls"),
+    ("rollout.sglang.buffer_mb=2", (SGLANG, "rollout.sglang.transport=disk"), "has no buffers"),
+    ("rollout.sglang.delta.full_every=3", (SGLANG,), "has no effect with rollout.sglang.transport=shards"),
+    ("rollout.sglang.delta.largest_share=0.5", (SGLANG,), "has no effect with rollout.sglang.transport=shards"),
     ("trainer.resume_changed=true", ("trainer.resume=false",), "has no effect with trainer.resume=false"),
     ("trainer.keep_checkpoints=2", (), "has no effect with trainer.save_freq=0"),
     ("trainer.test_freq=2", (), "data.val is not given"),
@@ -183,6 +203,8 @@ def test_a_field_that_a_run_would_not_read_is_refused(override, run, said):
         ("critic.shuffle=true", (GAE, "critic.ppo_mini_batch_size=4")),
         ("critic.parallel.sequence_parallel=false", (GAE, TP2, "parallel.sequence_parallel=true")),
         ("critic.optim.grad_reduce_in_fp32=false", (GAE, "model.dtype=float32", "critic.dtype=bfloat16")),
+        ("rollout.sglang.delta.full_every=3", (SGLANG, DELTA)),
+        ("rollout.sglang.buffer_mb=2", (SGLANG, DELTA, *KEYED)),
     ],
 )
 def test_a_field_that_a_run_reads_by_a_detour_is_accepted(override, run):

@@ -25,6 +25,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
+    @property
+    def leaves_tokens_out(self) -> bool:
+        """Whether some tokens cannot be drawn that the model finds possible."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -51,7 +56,8 @@ class Completion:
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
-    """Of each token: temperature-scaled, before top-p and top-k; of greedy ones at temperature 1."""
+    """Of each token under the distribution that it was drawn from: temperature-scaled, with top-p and top-k over the
+    tokens that they keep; of greedy ones at temperature 1, over all."""
     spans: tuple[Span, ...]
     """Which weights wrote what; positions within the completion."""
     status: Status
@@ -64,12 +70,19 @@ class RolloutEngine(Protocol):
         """Continue a prompt. Raises EngineError without weights, and after an update that failed."""
         ...
 
-    async def update_weights(self, weights: LiveWeights, version: int) -> None:
+    async def update_weights(self, weights: LiveWeights, version: int) -> dict[str, float]:
         """Take in the trainer's weights, under the number of actor updates that made them, by a plan from their layout
-        to the engine's own.
+        to the engine's own. Returns what is to be reported of it.
 
         Every rank of the trainer calls it at the same time. After a failure the engine answers nothing until an update
         succeeds. Raises ModelError when the weights are not the engine's.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Give the memory of weights and cache to training, where they share a GPU; the next update wakes the engine.
+
+        Every rank calls it at the same time, when no answer is being written.
         """
         ...
 

@@ -59,7 +59,7 @@ class LocalEngine:
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
 
-    async def update_weights(self, weights: LiveWeights, version: int) -> None:
+    async def update_weights(self, weights: LiveWeights, version: int) -> dict[str, float]:
         """See `RolloutEngine`."""
         self.version = None
         parameters, given = on_disk(self.model.named_parameters()), weights.layout.tensors
@@ -69,6 +69,7 @@ class LocalEngine:
             raise ModelError(f"the local engine did not receive {', '.join(sorted(missing))}")
         self.transport.run(weights.plan_for(self._target(weights)), weights, parameters)
         self.version = version
+        return {}
 
     def _target(self, weights: LiveWeights) -> Layout:
         """All tensors, whole, on every rank; made once, since the plan is kept by it."""
@@ -76,6 +77,9 @@ class LocalEngine:
             names = {rank: list(weights.layout.tensors) for rank in weights.layout.holdings}
             self.target = whole_tensors(weights.layout.tensors, names, self.model.dtype)
         return self.target
+
+    async def sleep(self) -> None:
+        """Its copy of the model stays where it is."""
 
     async def close(self) -> None:
         """Nothing is held that the process does not give back."""

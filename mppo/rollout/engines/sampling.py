@@ -15,10 +15,11 @@ def uniforms(seeds: list[tuple[int, ...]], count: int) -> Tensor:
 def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """logits `[B, V]`, uniform `[B]` -> tokens `[B]` and their log-probs `[B]` (float32).
 
-    The log-prob is that of `softmax(logits / temperature)` over the whole vocabulary, before top-k and top-p; for
-    greedy decoding that of temperature 1.
+    The log-prob is that of the distribution that the token is drawn from: `softmax(logits / temperature)`, where top-k
+    or top-p leave tokens out over those that are kept; for greedy decoding that of temperature 1.
     """
     log_probs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)
+    kept = None
     if params.temperature == 0:
         tokens = log_probs.argmax(-1)
     else:
@@ -31,4 +32,6 @@ def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tenso
         threshold = uniform.to(cumulative.device)[:, None] * cumulative[:, -1:]
         place = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.size(-1) - 1)
         tokens = order.gather(1, place).squeeze(1)
-    return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
+        kept = cumulative[:, -1] if params.leaves_tokens_out else None
+    chosen = log_probs.gather(1, tokens[:, None]).squeeze(1)
+    return tokens, chosen if kept is None else chosen - kept.log().float()

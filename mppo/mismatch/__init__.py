@@ -1,0 +1,1 @@
+"""Why trainer and engine give the same tokens different log-probs."""

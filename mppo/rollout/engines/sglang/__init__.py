@@ -1,0 +1,1 @@
+"""SGLang servers behind the contract of rollout engines."""
