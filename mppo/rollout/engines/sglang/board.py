@@ -7,6 +7,7 @@ step, and who waits for a note has a deadline. It holds text only, and nothing t
 import asyncio
 import json
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -54,14 +55,28 @@ class Board:
         except RuntimeError as error:
             raise EngineError("the first rank is gone, and the notes with it") from error
 
-    async def read(self, key: str, timeout_s: float, whose: str = "another rank") -> Any:
+    async def read(self, key: str, timeout_s: float) -> Any:
         """Wait for a note. Raises EngineError when it does not come."""
+        return (await self.read_all([key], timeout_s))[0]
+
+    async def read_all(self, keys: Sequence[str], timeout_s: float) -> list[Any]:
+        """Wait for all of them, in one thread however many they are: others need threads to send meanwhile.
+
+        Raises EngineError that names those that do not come.
+        """
         try:
             store = self.connection()
-            await asyncio.to_thread(store.wait, [key], timedelta(seconds=timeout_s))
-            return json.loads(store.get(key))
+            await asyncio.to_thread(store.wait, list(keys), timedelta(seconds=timeout_s))
+            return [json.loads(store.get(key)) for key in keys]
         except RuntimeError as error:  # torch has one error for all that a store meets
-            raise EngineError(f"{whose} left no note {key} within {timeout_s:g} s") from error
+            missing = ", ".join(self._missing(keys)) or "none is missing, but the first rank is gone"
+            raise EngineError(f"notes of other ranks that did not come within {timeout_s:g} s: {missing}") from error
+
+    def _missing(self, keys: Sequence[str]) -> list[str]:
+        try:
+            return [key for key in keys if not self.store.check([key])]
+        except RuntimeError:
+            return []
 
     def found(self, key: str) -> Any | None:
         """A note that may be there."""

@@ -90,7 +90,8 @@ class Conductor:
     async def _relaunch(self, reported: Mapping[int, str]) -> None:
         """Servers that ended are started again. They are waited for only where no other is left."""
         for server in self.servers:
-            if await server.has_ended(ENDING_S if server.number in reported else 0.0):
+            is_failing = server.is_ready and server.number in reported
+            if await server.has_ended(ENDING_S if is_failing else 0.0):
                 server.start()
                 self.holds.pop(server.number, None)
                 self.asleep.pop(server.number, None)

@@ -19,7 +19,7 @@ from mppo.weights.transports.worker_link import Traffic
 CLOSING_S = 20.0
 """Seconds in which the first rank ends servers."""
 LEAVING_S = 2.0
-"""Seconds in which another rank is to say that it knows."""
+"""Seconds in which the other ranks are to say that they know."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,13 @@ class Refitter:
         self.delivery.close()
         if self.conductor is None:
             with suppress(EngineError):  # the first rank may have ended otherwise
-                await self.board.read("closed", CLOSING_S, "the first rank")
+                await self.board.read("closed", CLOSING_S)
                 self.board.post(f"closed/{self.board.rank}", {})
             return
         await asyncio.gather(*(server.close() for server in self.conductor.servers))
         self.board.post("closed", {})
-        for rank in range(1, self.board.ranks):
-            with suppress(EngineError):
-                await self.board.read(f"closed/{rank}", LEAVING_S)
+        with suppress(EngineError):
+            await self.board.read_all([f"closed/{rank}" for rank in range(1, self.board.ranks)], LEAVING_S)
 
     async def _follow(self, weights: LiveWeights, refit: Refit) -> Outcome:
         """What every rank does, the first as well."""
@@ -93,7 +92,7 @@ class Refitter:
 
     async def _said(self, key: str) -> Any:
         """A note of the first rank."""
-        note = await self.board.read(key, self._patience, "the first rank")
+        note = await self.board.read(key, self._patience)
         if "error" in note:
             with alike_on_every_rank():
                 raise EngineError(note["error"])
@@ -135,10 +134,10 @@ class Refitter:
 
     async def _gathered(self, key: str) -> list[Any]:
         """What every rank has posted."""
-        reads = (self.board.read(f"{key}/{rank}", self._patience, f"rank {rank}") for rank in range(self.board.ranks))
-        notes = await asyncio.gather(*reads)
-        for rank in range(self.board.ranks):
-            self.board.take_down(f"{key}/{rank}")
+        keys = [f"{key}/{rank}" for rank in range(self.board.ranks)]
+        notes = await self.board.read_all(keys, self._patience)
+        for one in keys:
+            self.board.take_down(one)
         return notes
 
     def _clear(self, number: int) -> None:

@@ -82,16 +82,15 @@ class Shards:
 
     async def send(self, weights: LiveWeights, orders: Sequence[Order], refit: Refit) -> Mapping[int, str]:
         """See `Delivery`. A thread for each server, so that one that hangs is the fault of that one only."""
-        outcomes = await asyncio.gather(*(asyncio.to_thread(self._send, weights, order, refit) for order in orders))
+        own = [order for order in orders if order.server in self.routes]
+        outcomes = await asyncio.gather(*(asyncio.to_thread(self._send, weights, order, refit) for order in own))
         self.traffic = sum((traffic for _, traffic in outcomes), Traffic())
         if self.last is not None:
             for route in self.routes.values():
                 self.last.keep(route, weights.rank, weights.tensors)
-        return {order.server: fault for order, (fault, _) in zip(orders, outcomes, strict=True) if fault}
+        return {order.server: fault for order, (fault, _) in zip(own, outcomes, strict=True) if fault}
 
     def _send(self, weights: LiveWeights, order: Order, refit: Refit) -> tuple[str, Traffic]:
-        if order.server not in self.routes:
-            return "", Traffic()
         try:
             if order.join:
                 self._join(order.server, weights.rank, refit)
